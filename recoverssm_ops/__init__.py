@@ -1,0 +1,10 @@
+"""RecoverSSM operators: verify a drafted window from one checkpoint, commit the accepted prefix.
+
+Importing this package registers ``torch.ops.recoverssm``; it imports torch alone (triton on the first CUDA call).
+"""
+
+from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
+from recoverssm_ops.plan import CommitPlan
+from recoverssm_ops.records import Record
+
+__all__ = ["CommitPlan", "Record", "kda_commit", "kda_recover", "kda_verify"]

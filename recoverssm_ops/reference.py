@@ -1,0 +1,76 @@
+"""The oracle: the token-by-token recurrence, one row, one token at a time, in the dtype you ask for (float64 by default).
+
+It shares no line with the other implementations, and it keeps every intermediate state, which is exactly what the library
+exists to avoid. Tests compare against it; nothing else should call it. Formulas: docs/design.md, section 2.
+"""
+
+import torch
+from torch import Tensor
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One window of one request.
+
+    Args:
+        q, k: ``[T, H, K]``; v: ``[T, HV, V]``; g: ``[T, HV, K]`` or ``[T, HV]``; beta: ``[T, HV]``.
+        initial_state: ``[HV, V, K]``.
+        dtype: dtype of every operation and result.
+
+    Returns:
+        ``o [T, HV, V]``, ``u [T, HV, V]`` and ``states [T + 1, HV, V, K]``, where ``states[n]`` is the state after n tokens.
+    """
+    q, k, v, g, beta, S = (x.to(dtype) for x in (q, k, v, g, beta, initial_state))
+    value_heads, key_dim = v.shape[1], k.shape[-1]
+    groups = value_heads // k.shape[1]
+    scale = key_dim**-0.5 if scale is None else scale
+    if g.ndim == 2:
+        g = g[..., None].expand(-1, -1, key_dim)
+        dt_bias = None if dt_bias is None else dt_bias.reshape(value_heads, 1).expand(-1, key_dim)
+
+    outputs, corrections, states = [], [], [S]
+    for t in range(q.shape[0]):
+        S = S.clone()
+        o_t, u_t = torch.zeros_like(v[t]), torch.zeros_like(v[t])
+        for h in range(value_heads):
+            q_h, k_h, gate = q[t, h // groups], k[t, h // groups], g[t, h]
+            if use_qk_l2norm_in_kernel:
+                q_h = q_h / torch.sqrt((q_h * q_h).sum() + 1e-6)
+                k_h = k_h / torch.sqrt((k_h * k_h).sum() + 1e-6)
+            if use_gate_in_kernel:
+                if dt_bias is not None:
+                    gate = gate + dt_bias.reshape(value_heads, key_dim)[h].to(dtype)
+                rate = 1.0 if A_log is None else torch.exp(A_log[h].to(dtype))
+                if lower_bound is not None:
+                    gate = lower_bound / (1 + torch.exp(-rate * gate))
+                else:
+                    gate = -rate * torch.where(gate > 20, gate, torch.log1p(torch.exp(gate.clamp(max=20))))
+            b = beta[t, h]
+            if use_beta_sigmoid_in_kernel:
+                b = 1 / (1 + torch.exp(-b))
+            if allow_neg_eigval:
+                b = 2 * b
+            decayed = S[h] * torch.exp(gate)[None, :]
+            u_t[h] = b * (v[t, h] - decayed @ k_h)
+            S[h] = decayed + torch.outer(u_t[h], k_h)
+            o_t[h] = S[h] @ (scale * q_h)
+        outputs.append(o_t)
+        corrections.append(u_t)
+        states.append(S)
+    return torch.stack(outputs), torch.stack(corrections), torch.stack(states)
