@@ -12,17 +12,24 @@ FACTORED_RANGE = 80.0
 
 
 def delta_rule_chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor | None = None, *, lower_bound: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    S: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same function as :func:`models.recurrence.delta_rule_window`, in parallel over chunks.
 
-    Shapes and dtypes as there; any T. ``lower_bound`` states that every ``g >= lower_bound``, which permits the factored
-    exponentials if ``-lower_bound * 16 <= 80``; None makes no such promise. Returns outputs ``[B, T, H, V]`` and the final
-    state ``[B, H, V, K]``.
+    Shapes and dtypes as there; any T. ``lower_bound`` states that every ``g >= lower_bound``, which permits the
+    factored exponentials if ``-lower_bound * 16 <= 80``; None makes no such promise. Returns outputs ``[B, T, H, V]``
+    and the final state ``[B, H, V, K]``.
 
     Inside a chunk (WY form): ``(I + diag(beta) strict_lower(c)) U = diag(beta) (V - P)``, ``O = R + lower(d) U`` with
-    ``c_ti = <k_t, k_i exp(G_t - G_i)>`` and ``d_ti`` the same for q. U is affine in the state at the chunk's start, hence so
-    is the state at its end, and the chunk states follow from a scan of affine maps.
+    ``c_ti = <k_t, k_i exp(G_t - G_i)>`` and ``d_ti`` the same for q. U is affine in the state at the chunk's start,
+    hence so is the state at its end, and the chunk states follow from a scan of affine maps.
     """
     B, T, H, K = q.shape
     V = v.shape[-1]

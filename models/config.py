@@ -12,9 +12,10 @@ class KDAConfig:
     """Configuration of :class:`models.model.KDAForCausalLM` (Kimi-Linear layout).
 
     ``full_attn_period`` = n makes every n-th layer full attention (4: three KDA layers, then one full); 0 means none.
-    ``num_kv_heads`` is of the full-attention layers alone: their cache is kept small by sharing keys and values, as Kimi Linear
-    keeps its own small with a latent. ``lower_bound`` is the bounded decay gate's floor in nats per token; None selects the unbounded softplus gate.
-    ``max_length`` is the longest sequence (prompt and generated tokens together) the model was trained for.
+    ``num_kv_heads`` is of the full-attention layers alone: their cache is kept small by sharing keys and values, as
+    Kimi Linear keeps its own small with a latent. ``lower_bound`` is the bounded decay gate's floor in nats per token;
+    None selects the unbounded softplus gate. ``max_length`` is the longest sequence (prompt and generated tokens
+    together) the model was trained for.
     """
 
     vocab_size: int = 256
@@ -78,7 +79,8 @@ class KDAConfig:
 PRESETS = {
     # The shipped byte-level model: 3 KDA layers and 1 full-attention layer.
     "bytes": KDAConfig(),
-    # One KDA layer has the published Kimi Linear 48B-A3B shape (32 heads of 128); a modest dense MLP replaces the experts.
+    # One KDA layer has the published Kimi Linear 48B-A3B shape (32 heads of 128); a modest dense MLP replaces the
+    # experts.
     "kimi_linear": KDAConfig(
         vocab_size=4096,
         hidden_size=2304,

@@ -14,8 +14,8 @@ EXCLUDED_DIRECTORIES = frozenset(
 )
 EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 
-# Whole modules, present in every supported Python, that no training ever sees: about 5 % of the text. The demo's prompts
-# and the figures of the model card come from them.
+# Whole modules, present in every supported Python, that no training ever sees: about 5 % of the text. The demo's
+# prompts and the figures of the model card come from them.
 HELD_OUT = frozenset(
     {
         "argparse.py",
@@ -53,7 +53,7 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
 
 
 def split_of(path: Path, root: Path) -> str:
-    """``train``, ``validation`` or ``held_out``. Modules are named by their path, so a package's ``queue.py`` is not ours."""
+    """``train``, ``validation`` or ``held_out``, by the path: a package's own ``queue.py`` is another module."""
     name = path.relative_to(root).as_posix()
     if name in HELD_OUT:
         return "held_out"

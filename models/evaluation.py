@@ -16,8 +16,8 @@ from models.model import KDAForCausalLM
 def bits_per_byte(model: KDAForCausalLM, text: Tensor, *, window: int = 1024, batch: int = 32) -> float:
     """Mean code length of ``text [N]`` (uint8 or int64, on the model's device), every byte counted once.
 
-    Windows overlap by half and all but the first are scored on their second half only, so a byte is predicted from at least
-    ``window / 2`` bytes before it. The text's first byte, which nothing predicts, costs 8 bits.
+    Windows overlap by half and all but the first are scored on their second half only, so a byte is predicted from at
+    least ``window / 2`` bytes before it. The text's first byte, which nothing predicts, costs 8 bits.
     """
     stride = window // 2
     # Windows of window + 1 bytes: inputs and, one further, targets. Padded targets of -1 are not scored.

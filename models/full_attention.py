@@ -32,8 +32,9 @@ class FullAttention(nn.Module):
     def window(self, x: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A window that continues each request.
 
-        ``x [B, T, hidden]``; the cached ``keys, values [B, L, kv_heads, D]``, of which the first ``positions [B]`` entries are
-        committed and the rest is stale. Returns the output and the window's own keys and values ``[B, T, kv_heads, D]``.
+        ``x [B, T, hidden]``; the cached ``keys, values [B, L, kv_heads, D]``, of which the first ``positions [B]``
+        entries are committed and the rest is stale. Returns the output and the window's own keys and values ``[B, T,
+        kv_heads, D]``.
         """
         B, T, _ = x.shape
         q, k, v = self._project(x)

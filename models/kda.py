@@ -65,8 +65,9 @@ class KimiDeltaAttention(nn.Module):
     def window(self, x: Tensor, state: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A window that continues each request.
 
-        ``x [B, T, hidden]``, checkpoint ``state [B, H, V, K]`` float32, conv ``history [B, D, W-1]``. Returns the output
-        ``[B, T, hidden]``, the state after every position ``[B, T, H, V, K]`` and the extended conv input ``[B, D, W-1+T]``.
+        ``x [B, T, hidden]``, checkpoint ``state [B, H, V, K]`` float32, conv ``history [B, D, W-1]``. Returns the
+        output ``[B, T, hidden]``, the state after every position ``[B, T, H, V, K]`` and the extended conv input ``[B,
+        D, W-1+T]``.
         """
         qkv, extended = causal_conv1d_window(self._project(x), history.to(x.dtype), self._conv_weight())
         o, states = delta_rule_window(*self._recurrence_inputs(qkv, x), state)

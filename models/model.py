@@ -64,11 +64,13 @@ class KDAForCausalLM(nn.Module):
             x = block(x)
         return self._logits(x)
 
-    def window(self, tokens: Tensor, positions: Tensor, slots: Tensor, pools: Pools) -> tuple[Tensor, list[LayerUpdate]]:
+    def window(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, pools: Pools
+    ) -> tuple[Tensor, list[LayerUpdate]]:
         """A window that continues each request; reads the pools and writes nothing.
 
-        ``tokens [B, T]`` int64, ``positions [B]`` committed tokens before the window, ``slots [B]``. Returns logits ``[B, T,
-        vocab]`` float32 and every layer's update, from which the accepted part is selected later.
+        ``tokens [B, T]`` int64, ``positions [B]`` committed tokens before the window, ``slots [B]``. Returns logits
+        ``[B, T, vocab]`` float32 and every layer's update, from which the accepted part is selected later.
         """
         x = self.embed_tokens(tokens)
         updates = []

@@ -34,8 +34,8 @@ class Figures:
 
 CARD = """# Byte-level KDA language model
 
-A small causal language model in the Kimi-Linear layout (three Kimi Delta Attention layers, one full-attention layer), trained to
-demonstrate speculative decoding on real text. It completes Python source plausibly for a line or two and knows nothing else.
+A small causal language model in the Kimi-Linear layout (three Kimi Delta Attention layers, one full-attention layer),
+trained to demonstrate speculative decoding on real text. It completes Python source and knows nothing else.
 
 | | |
 |---|---|
@@ -44,10 +44,11 @@ demonstrate speculative decoding on real text. It completes Python source plausi
 | training text | source of the standard library of Python {python}, {train_bytes:,} bytes |
 | licence of the text | Python Software Foundation License Version 2 |
 | bytes seen | {tokens_seen:,} ({epochs:.1f} times the text) in {steps:,} steps |
-| training time | {seconds:.0f} s on {device}, PyTorch {torch}, of which {compile_seconds:.0f} s to the end of the first step |
+| training time | {seconds:.0f} s on {device}, PyTorch {torch} |
+| of which compilation and first step | {compile_seconds:.0f} s |
 
-Loss on held-out modules ({held_out_bytes:,} bytes that training never saw), measured with the rounded weights in this directory, against a
-general-purpose compressor on the very same bytes:
+Loss on held-out modules ({held_out_bytes:,} bytes that training never saw), measured with the rounded weights in this
+directory, against a general-purpose compressor on the very same bytes:
 
 | | bits per byte |
 |---|---|
@@ -55,15 +56,18 @@ general-purpose compressor on the very same bytes:
 | `xz -9` | {xz_bpb:.3f} |
 | `xz -9`, after the training text | {xz_primed_bpb:.3f} |
 
-The second xz row is the size that the held-out text adds to the compressed training text, so both sides have seen the same.
+The second xz row is the size that the held-out text adds to the compressed training text, so both sides have seen the
+same.
 
 Held out: {held_out}.
 
 Used to choose which weights to keep (validation, {validation_bpb:.3f} bits per byte): {validation}.
 
-Excluded: site packages, tests, lib2to3, files generated per machine. Every window is {seq_len} bytes; longer contexts are untrained.
+Excluded: site packages, tests, lib2to3, files generated per machine. Every window is {seq_len} bytes; longer contexts
+are untrained.
 
-To reproduce (another Python version has another standard library, another GPU takes another number of steps in the same time):
+To reproduce (another Python version has another standard library, another GPU takes another number of steps in the
+same time):
 
     {command}
 

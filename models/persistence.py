@@ -29,7 +29,9 @@ def load_model(
     """Read a saved model for inference. Raises FileNotFoundError naming what is missing."""
     for name in ("config.json", "model.safetensors"):
         if not (directory / name).is_file():
-            raise FileNotFoundError(f"no {name} in {directory}: train a model with `python -m models.train --out {directory}`")
+            raise FileNotFoundError(
+                f"no {name} in {directory}: train a model with `python -m models.train --out {directory}`"
+            )
     model = KDAForCausalLM(KDAConfig.from_json(directory / "config.json"))
     model.load_state_dict(load_file(directory / "model.safetensors"))
     model.to(device=device, dtype=dtype).eval().requires_grad_(False)

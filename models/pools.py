@@ -11,9 +11,10 @@ from models.config import KDAConfig
 class Pools(nn.Module):
     """State pools for ``num_slots`` requests of at most ``max_length`` tokens.
 
-    Buffers of a KDA layer i: ``recurrent_i [slots, H, V, K]`` in ``recurrent_dtype`` and ``conv_i [slots, D, W-1]`` (the last
-    inputs, oldest first). Of a full-attention layer i: ``key_i`` and ``value_i [slots, max_length, kv_heads, D]``. The
-    window's entries are written before it is known which are kept, so ``max_length`` includes one window of room.
+    Buffers of a KDA layer i: ``recurrent_i [slots, H, V, K]`` in ``recurrent_dtype`` and ``conv_i [slots, D, W-1]``
+    (the last inputs, oldest first). Of a full-attention layer i: ``key_i`` and ``value_i [slots, max_length, kv_heads,
+    D]``. The window's entries are written before it is known which are kept, so ``max_length`` includes one window of
+    room.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from torch import Tensor
 def delta_rule_window(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """Run T tokens from the checkpoint and keep the state after every one of them.
 
-    All in float32: ``q, k, g [B, T, H, K]`` (q scaled, q and k normalised, g the log decay), ``v [B, T, H, V]``, ``beta [B, T,
-    H]``, checkpoint ``S [B, H, V, K]``. Returns outputs ``[B, T, H, V]`` and states ``[B, T, H, V, K]``.
+    All in float32: ``q, k, g [B, T, H, K]`` (q scaled, q and k normalised, g the log decay), ``v [B, T, H, V]``, ``beta
+    [B, T, H]``, checkpoint ``S [B, H, V, K]``. Returns outputs ``[B, T, H, V]`` and states ``[B, T, H, V, K]``.
 
     Formula: Kimi Linear (arXiv:2510.26692), ``S <- S exp(g)``, ``u = beta (v - S k)``, ``S <- S + u k^T``, ``o = S q``.
     """

@@ -10,8 +10,8 @@ from torch import Tensor
 def causal_conv1d_window(x: Tensor, history: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Convolve a window that continues an earlier sequence; SiLU activation.
 
-    ``x [B, T, D]``, ``history [B, D, W-1]`` (the last inputs, oldest first), ``weight [D, W]``. Returns ``y [B, T, D]`` and
-    the extended input ``[B, D, W-1+T]``, whose columns ``n .. n+W-2`` are the history after n tokens.
+    ``x [B, T, D]``, ``history [B, D, W-1]`` (the last inputs, oldest first), ``weight [D, W]``. Returns ``y [B, T, D]``
+    and the extended input ``[B, D, W-1+T]``, whose columns ``n .. n+W-2`` are the history after n tokens.
     """
     extended = torch.cat([history, x.transpose(1, 2)], dim=-1)
     y = F.conv1d(extended, weight.unsqueeze(1), groups=weight.shape[0])

@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None, help="stop (and end the schedule) after this many steps")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
     parser.add_argument("--seq-len", type=int, default=1024, help="bytes a sequence")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--warmup", type=int, default=200, help="steps of linear warm-up")
