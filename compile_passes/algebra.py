@@ -15,7 +15,6 @@ from compile_passes.index_notation import (
     aten,
     axis_index,
     broadcast,
-    prims,
     same_size,
     shape,
     strip,
@@ -33,9 +32,7 @@ class Product:
     bound: list[Axis] = field(default_factory=list)
 
     def times(self, other: Product) -> Product:
-        return Product(
-            self.coefficient * other.coefficient, self.factors + other.factors, self.bound + other.bound
-        )
+        return Product(self.coefficient * other.coefficient, self.factors + other.factors, self.bound + other.bound)
 
 
 def operand(element: Element, argument) -> Element | float:
@@ -67,7 +64,10 @@ def product(element: Element, opaque: Callable[[Element], bool]) -> Product:
     if node.target is aten.mm.default:
         a, b = args
         inner = Axis("c", shape(a)[1])
-        left, right = Element(a, (element.index[0], axis_index(inner))), Element(b, (axis_index(inner), element.index[1]))
+        left, right = (
+            Element(a, (element.index[0], axis_index(inner))),
+            Element(b, (axis_index(inner), element.index[1])),
+        )
         return _contract([left, right], [inner], opaque)
     return Product(factors=[element])
 
@@ -105,12 +105,22 @@ def terms(element: Element, opaque: Callable[[Element], bool]) -> list[Product]:
             result += [Product(factor).times(p) for p in parts]
         return result
     expanded = product(element, opaque)
-    if len(expanded.factors) == 1 and expanded.factors[0] != element and not expanded.bound:
+    if len(expanded.factors) == 1 and expanded.factors[0].node is not element.node and not expanded.bound:
         return [Product(expanded.coefficient).times(t) for t in terms(expanded.factors[0], opaque)]
     return [expanded]
 
 
-_PURE = {MUL, aten.mul.Scalar, ADD, SUB, DIV, aten.exp.default, aten.neg.default, aten.sigmoid.default, aten.rsqrt.default}
+_PURE = {
+    MUL,
+    aten.mul.Scalar,
+    ADD,
+    SUB,
+    DIV,
+    aten.exp.default,
+    aten.neg.default,
+    aten.sigmoid.default,
+    aten.rsqrt.default,
+}
 
 
 def same(a: Element, b: Element) -> bool:
@@ -151,7 +161,3 @@ def remove(factors: list[Element], element: Element) -> bool:
             del factors[position]
             return True
     return False
-
-
-def is_constant(node: Node) -> bool:
-    return node.target in (aten.full.default, prims.iota.default)

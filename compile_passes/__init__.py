@@ -1,0 +1,15 @@
+"""Compiler passes that bring RecoverSSM to models written in ordinary PyTorch.
+
+torch.compile(step, backend="recoverssm")          # Inductor with the pass
+with recoverssm_passes(): ...                      # beside the passes of other libraries
+print(explain(step, *args))                        # what is rewritten, and why not
+"""
+
+from compile_passes.explain import explain
+from compile_passes.install import recoverssm_passes
+from compile_passes.reasons import REASONS
+from compile_passes.recover_pass import RecoverSSMPass
+from compile_passes.report import LayerMatch, Report
+from compile_passes.rewrite import rewrite
+
+__all__ = ["REASONS", "LayerMatch", "RecoverSSMPass", "Report", "explain", "recoverssm_passes", "rewrite"]

@@ -1,0 +1,64 @@
+"""Ask the pass what it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch._functorch.config
+from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.fx import GraphModule
+
+from compile_passes.index_notation import size_hint
+from compile_passes.recover_pass import check_views
+from compile_passes.report import Report
+from compile_passes.rewrite import rewrite
+
+
+def explain(fn: Callable, *args, dynamic: bool | None = None, **kwargs) -> Report:
+    """Trace ``fn`` as ``torch.compile`` would, up to the pass, and report layer by layer what is rewritten.
+
+    No kernel is generated and none is run: inputs, buffers and pools keep their values. Where ``fn`` has several graphs, the
+    later ones are traced with zeros in place of the results of the earlier ones.
+
+    Args:
+        fn: a function or module, as for ``torch.compile``.
+        args, kwargs: example inputs.
+        dynamic: as for ``torch.compile``.
+
+    Returns:
+        :class:`Report`; ``str(report)`` is a table, ``report.layers`` the same as data.
+    """
+    report = Report()
+
+    def inner_compile(gm: GraphModule, example_inputs: list, **settings):
+        view_to_reshape(gm)
+        check_views(gm.graph)
+        report.layers += rewrite(gm.graph).layers
+        (outputs,) = gm.graph.find_nodes(op="output")
+        results = torch.fx.map_arg(outputs.args[0], lambda node: _zeros(node.meta["val"]))
+
+        def run_nothing(inputs: list) -> list:
+            inputs.clear()
+            return [x.clone() if isinstance(x, Tensor) else x for x in results]
+
+        run_nothing._boxed_call = True
+        return run_nothing
+
+    def backend(gm: GraphModule, inputs: list):
+        # Neither cache may answer: the pass has to run, and the dummy results must not be kept.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches={"fx_graph_cache": False})
+
+    with torch.no_grad():
+        torch.compile(fn, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    return report
+
+
+def _zeros(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+    sizes, strides = ([size_hint(n) for n in part] for part in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device).zero_()

@@ -1,0 +1,28 @@
+"""Install the pass for a while, beside whatever else is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._inductor import config
+
+from compile_passes.recover_pass import RecoverSSMPass
+
+SLOT = "post_grad_custom_pre_pass"
+
+
+@contextmanager
+def recoverssm_passes() -> Iterator[RecoverSSMPass]:
+    """Append :class:`RecoverSSMPass` to the post-grad passes, and restore the configuration afterwards.
+
+    A pass that another library installed keeps running, before ours. ``torch.compile`` is lazy: the first call of the
+    compiled function has to happen inside the context::
+
+        with recoverssm_passes():
+            step = torch.compile(step)
+            step(*args)
+    """
+    added = RecoverSSMPass(then=getattr(config, SLOT))
+    with config.patch({SLOT: added}):
+        yield added

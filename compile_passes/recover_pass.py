@@ -1,0 +1,76 @@
+"""The pass as Inductor sees it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+
+import recoverssm_ops.ops as ops
+from compile_passes.report import Report
+from compile_passes.rewrite import rewrite
+
+
+class RecoverSSMPass(CustomGraphPass):
+    """Replaces per-position states by record and commit.
+
+    Use it through :func:`compile_passes.recoverssm_passes`, ``torch.compile(..., backend="recoverssm")``, or directly::
+
+        torch.compile(step, options={"post_grad_custom_pre_pass": RecoverSSMPass()})
+
+    A compile cache hit skips the pass, so nothing a program relies on happens in it; ``last_report`` is for inspection of
+    the graph that was really compiled. :func:`compile_passes.explain` reports whatever the caches hold.
+
+    Args:
+        then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
+    """
+
+    def __init__(self, then: object = None):
+        self.then = then
+        self.last_report: Report | None = None
+
+    def __call__(self, graph: Graph) -> None:
+        for other in self.others:
+            other(graph)
+        check_views(graph)
+        self.last_report = rewrite(graph)
+
+    @property
+    def others(self) -> tuple:
+        if self.then is None:
+            return ()
+        return tuple(self.then) if isinstance(self.then, (list, tuple)) else (self.then,)
+
+    def uuid(self) -> object | None:
+        """Sources, schemas and torch's version; None (no caching) if a pass beside ours cannot say what it is."""
+        uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
+        return None if None in uuids else (_source_hash(), *uuids)
+
+
+def _source_hash() -> str:
+    """Of everything that decides what the pass produces; schemas are not part of Inductor's own key."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    for schema in ops.SCHEMAS:
+        digest.update(schema.encode())
+    return digest.hexdigest()
+
+
+def check_views(graph: Graph) -> None:
+    """Refuse a form that Inductor compiles wrongly: a commit into a view whose storage offset is symbolic.
+
+    It would be written at offset 0 (pytorch/pytorch#198068). ``test_symbolic_view_is_refused`` tells when it is mended.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.args or node.args[0] is not ops.kda_commit:
+            continue
+        if isinstance(node.kwargs.get("_state_storage_offset"), Node):
+            raise RuntimeError(
+                f"{node.name}: kda_commit into a view of the pool at a symbolic storage offset (pool[layer] under "
+                "dynamic=True) would be written at offset 0 by torch's Inductor. Pass the whole pool with slot numbers "
+                "that include the layer, keep one pool a layer, or slice the pool outside the compiled function."
+            )

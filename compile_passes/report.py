@@ -1,0 +1,74 @@
+"""What the pass did, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from compile_passes.reasons import REASONS
+
+
+@dataclass(frozen=True)
+class LayerMatch:
+    """One place where states of several positions are put together.
+
+    Attributes:
+        matched: whether it was rewritten.
+        reason: None when matched, else a key of :data:`compile_passes.reasons.REASONS`.
+        source: file, line and text of the source line, or the node's name where the graph holds no source.
+        node: name of the graph node where the difference was seen, or of the stack of states.
+        state_bytes_before: bytes of the states after every window position.
+        state_bytes_after: bytes that take their place: the record's ``u``, and for a recovered state that state.
+        form: ``commit`` (the pool is updated in place), ``recover`` (the selected state is returned), or None.
+    """
+
+    matched: bool
+    reason: str | None
+    source: str
+    node: str
+    state_bytes_before: int
+    state_bytes_after: int
+    form: str | None = None
+
+
+@dataclass
+class Report:
+    """The layers of one or more graphs, in graph order."""
+
+    layers: list[LayerMatch] = field(default_factory=list)
+
+    @property
+    def matched(self) -> int:
+        return sum(layer.matched for layer in self.layers)
+
+    @property
+    def refused(self) -> int:
+        return len(self.layers) - self.matched
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return (
+                "RecoverSSM: no per-position states found. The pass looks for T >= 2 states of a loop over the window, put "
+                "together by torch.stack or torch.cat and selected by the accepted position."
+            )
+        rows = [("layer", "result", "states before", "after", "source")]
+        for number, layer in enumerate(self.layers):
+            result = f"rewritten ({layer.form})" if layer.matched else f"refused: {layer.reason}"
+            after = readable(layer.state_bytes_after) if layer.matched else "-"
+            rows.append((str(number), result, readable(layer.state_bytes_before), after, layer.source))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        for reason in sorted({layer.reason for layer in self.layers if layer.reason}):
+            lines.append(f"{reason}: {REASONS[reason]}")
+        lines.append(f"{self.matched} rewritten, {self.refused} refused")
+        return "\n".join(lines)
+
+
+def readable(size: int) -> str:
+    """Bytes for a reader: ``1.5 MiB``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

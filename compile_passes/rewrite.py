@@ -1,0 +1,86 @@
+"""The rewrite of one graph: find windows, replace them, say what happened."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from compile_passes.find import Window, candidates, match
+from compile_passes.index_notation import dtype, shape, size_hint
+from compile_passes.reasons import Refused
+from compile_passes.replace import Replacement
+from compile_passes.report import LayerMatch, Report
+
+log = logging.getLogger("compile_passes")
+
+
+def rewrite(graph: Graph) -> Report:
+    """Replace per-position states by record and commit in a functional ATen graph, in place.
+
+    Args:
+        graph: as in Inductor's ``post_grad_custom_pre_pass``, or of an ExportedProgram after ``run_decompositions()``.
+            Nodes carry fake values in ``meta["val"]``.
+
+    Returns:
+        The report; layers that are not understood completely are left as they were.
+    """
+    nodes = list(graph.nodes)
+    order = {node: position for position, node in enumerate(nodes)}
+    report = Report()
+    replacements: list[tuple[Node, Replacement]] = []
+    for stack in candidates(graph, order):
+        try:
+            # Everything is read and checked before anything is edited.
+            replacements.append((stack, Replacement(match(stack, order, nodes))))
+        except Refused as refusal:
+            log.info("refused %s at %s: %s", stack.name, refusal.node.name, refusal)
+            report.layers.append(_refused(stack, refusal))
+        else:
+            report.layers.append(_matched(*replacements[-1]))
+    if not replacements:
+        return report
+
+    for stack, replacement in replacements:
+        replacement.apply(graph)
+        log.info("rewrote %s", stack.name)
+    stable_topological_sort(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    left = [stack.name for stack, _ in replacements if stack in set(graph.nodes)]
+    if left:
+        raise AssertionError(f"states are still used after the rewrite: {left}")
+    return report
+
+
+def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
+    window: Window = replacement.window
+    state = _bytes(window.states[0].node)
+    roles = window.roles
+    value_heads = 1 if roles.head is None else size_hint(roles.head.size)
+    rows = 1 if roles.batch is None else size_hint(roles.batch.size)
+    record = 4 * rows * window.length * value_heads * size_hint(roles.value.size)
+    after = record if replacement.commits else record + state
+    form = "commit" if replacement.commits else "recover"
+    return LayerMatch(True, None, source_line(stack), stack.name, window.length * state, after, form)
+
+
+def _refused(stack: Node, refusal: Refused) -> LayerMatch:
+    before = _bytes(stack)
+    return LayerMatch(False, refusal.reason, source_line(refusal.node), refusal.node.name, before, before)
+
+
+def _bytes(node: Node) -> int:
+    return math.prod(map(size_hint, shape(node))) * dtype(node).itemsize
+
+
+def source_line(node: Node) -> str:
+    """``file:line: text`` of the innermost frame that the graph remembers, else the node's name."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return node.name
+    path, line, text = frames[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line}: {text.strip()}"

@@ -1,0 +1,89 @@
+"""Where the selected state goes: back into the slots it was gathered from, or somewhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from compile_passes.algebra import same
+from compile_passes.find import Selection, Window
+from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, dtype, element_of, prims, shape, strip
+
+CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+
+
+@dataclass
+class Pool:
+    """The checkpoints are ``node[slots]``; ``slots`` None means that row b is slot b."""
+
+    node: Node
+    slots: Element | None
+
+
+def pool_of(window: Window) -> Pool | None:
+    """The pool a window's checkpoints were gathered from, if it is laid out ``[slots, HV, V, K]``."""
+    element, roles = strip(window.checkpoint, selections=True), window.roles
+    if len(element.index) != 4 or not all(map(_is_axis, element.index[1:], (roles.head, roles.value, roles.key))):
+        return None
+    rows = element.index[0]
+    if len(rows) == 1 and isinstance(rows[0].value, Lookup) and rows[0].value.row is None:
+        return Pool(element.node, strip(rows[0].value.element))
+    return Pool(element.node, None) if _is_axis(rows, roles.batch) else None
+
+
+def _is_axis(index: tuple[Digit, ...], axis: Axis | None) -> bool:
+    return index == () if axis is None else len(index) == 1 and index[0].value is axis
+
+
+def find_writeback(window: Window, pool: Pool) -> Node | None:
+    """The node that puts the selected state back where the checkpoint came from, if that is its only use."""
+    node = window.selection.node
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is aten.index_put.default:
+            return user if _same_slots(user, node, window, pool) else None
+        if user.target is aten.copy_.default:
+            direct = pool.slots is None and user.args[0] is pool.node and _same_order(node, window)
+            return node if direct and dtype(node) == dtype(pool.node) else None
+        if _moved(user, window.selection) is None:
+            return None
+        node = user
+    return None
+
+
+def _same_slots(put: Node, value: Node, window: Window, pool: Pool) -> bool:
+    target, indices, values, *accumulate = put.args
+    if target is not pool.node or values is not value or len(indices) != 1 or any(accumulate) or pool.slots is None:
+        return False
+    if len(shape(indices[0])) != 1 or dtype(value) != dtype(pool.node):
+        return False
+    index, (row,) = element_of(indices[0])
+    names = dict.fromkeys([row]) if window.roles.batch is None else {row: window.roles.batch}
+    slots = Element(index.node, tuple(tuple(Digit(names[d.value], d.size) for d in i) for i in index.index))
+    return same(slots, pool.slots) and _same_order(value, window)
+
+
+def _same_order(value: Node, window: Window) -> bool:
+    """``value`` is the selected state as ``[batch, head, value, key]``."""
+    element = _moved(value, window.selection)
+    roles = window.roles
+    wanted = [roles.batch, roles.head, roles.value, roles.key]
+    return element is not None and element == wanted
+
+
+def _moved(node: Node, selection: Selection) -> list[Axis | None] | None:
+    """The axes of a view or cast of the selected state, one for each dimension."""
+    element, axes = element_of(node)
+    element = strip(element)
+    if element.node.target in CASTS and element.node is not selection.node and dtype(element.node) == dtype(node):
+        element = strip(Element(element.node.args[0], element.index))
+    if element.node is not selection.node or len(element.index) != len(selection.axes):
+        return None
+    names = {}
+    for index, axis in zip(element.index, selection.axes, strict=True):
+        if len(index) > 1 or (axis is None) != (index == ()):
+            return None
+        if axis is not None:
+            names[index[0].value] = axis
+    return [names.get(a) for a in axes]
