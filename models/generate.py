@@ -1,7 +1,7 @@
 """Decode held-out source text three ways and compare: ``python -m models.generate``.
 
-Plain decoding, speculative decoding of the untouched model, and the same through the ``recoverssm`` compiler backend. The
-texts must be identical; the exit status is 1 if they are not.
+Plain decoding, speculative decoding of the untouched model, and the same through the ``recoverssm`` compiler backend.
+The texts must be identical; the exit status is 1 if they are not.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def prompts_for(options: argparse.Namespace, max_length: int) -> list[bytes]:
     length = max(map(len, prompts)) + options.tokens + 1 + options.drafts
     if length > max_length:
         raise UsageError(
-            f"{name} ({max(map(len, prompts))} bytes), --tokens {options.tokens} and a window of {1 + options.drafts} make "
-            f"{length} positions; the model was trained for {max_length}"
+            f"{name} ({max(map(len, prompts))} bytes), --tokens {options.tokens} and a window of {1 + options.drafts} "
+            f"make {length} positions; the model was trained for {max_length}"
         )
     return prompts
 
@@ -148,39 +148,37 @@ def summary(results: list[Measured], rewritten: str, model: KDAForCausalLM, opti
     config = model.config
     kda_layers = sum(not config.is_full_attention(i) for i in range(config.num_layers))
     positions = kda_layers * config.num_heads * config.head_k_dim * config.head_v_dim * 4 * (1 + options.drafts)
+    peaks = [kib(result.step_peak_bytes) for result in results]
+    texts = ["reference", *(verdict(result, results[0]) for result in results[1:])]
+    if options.temperature > 0:
+        texts = ["sampled"] * len(results)
+    rows = {
+        "tokens/s (decoding)": [f"{result.decoded.tokens_per_second:,.0f}" for result in results],
+        "tokens per step": [f"{result.decoded.tokens_per_step:.2f}" for result in results],
+        "compilation": [f"{result.compile_seconds:.1f} s" for result in results],
+        "state at rest": [kib(result.state_bytes) for result in results],
+        "KV cache": [kib(result.cache_bytes) for result in results],
+        "step's temporaries, peak": peaks,
+        "layers rewritten": [rewritten if result.way is RECOVER else "-" for result in results],
+        "text": texts,
+    }
     table = Table(
         title=f"{options.batch} request(s), {options.tokens} bytes each, {options.drafts} drafts, "
         f"{options.device}, {options.dtype}",
-        caption="Memory is per request. Step peak: temporaries of one compiled step, measured from the allocator. "
-        f"Calculated, for comparison: the states of all {1 + options.drafts} window positions take {kib(positions)}.",
+        caption="Memory is per request; the peak is measured from the allocator's events during one compiled step. "
+        f"Calculated, to compare: the states of {1 + options.drafts} window positions take {kib(positions)}.",
     )
-    for heading in (
-        "",
-        "tokens/s",
-        "tokens/step",
-        "compile",
-        "state",
-        "KV cache",
-        "step peak",
-        "layers rewritten",
-        "text",
-    ):
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=not heading)
+    table.add_column("")
     for result in results:
-        same = result.decoded.continuations == results[0].decoded.continuations
-        verdict = "sampled" if options.temperature > 0 else "identical" if same else "[red]different[/red]"
-        table.add_row(
-            result.way.name,
-            f"{result.decoded.tokens_per_second:,.0f}",
-            f"{result.decoded.tokens_per_step:.2f}",
-            f"{result.compile_seconds:.1f} s",
-            kib(result.state_bytes),
-            kib(result.cache_bytes),
-            kib(result.step_peak_bytes),
-            rewritten if result.way is RECOVER else "-",
-            verdict if result is not results[0] or options.temperature > 0 else "reference",
-        )
+        table.add_column(result.way.name, justify="right")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     return table
+
+
+def verdict(result: Measured, reference: Measured) -> str:
+    same = result.decoded.continuations == reference.decoded.continuations
+    return "[green]identical[/green]" if same else "[red]different[/red]"
 
 
 def first_difference(results: list[Measured]) -> str | None:
@@ -190,7 +188,10 @@ def first_difference(results: list[Measured]) -> str | None:
         for request, (a, b) in enumerate(zip(reference, result.decoded.continuations, strict=True)):
             if a != b:
                 at = next(i for i in range(len(a)) if a[: i + 1] != b[: i + 1])
-                return f"'{result.way.name}' leaves plain decoding at byte {at} of request {request}: {a[at:][:20]!r} != {b[at:][:20]!r}"
+                return (
+                    f"'{result.way.name}' leaves plain decoding at byte {at} of request {request}: "
+                    f"{a[at:][:20]!r} != {b[at:][:20]!r}"
+                )
     return None
 
 

@@ -56,7 +56,7 @@ def run_way(
 ) -> Measured:
     """Compile the step, measure the memory of one, and decode every prompt with it.
 
-    ``compile_step(step, backend=, dynamic=, options=)`` is ``torch.compile``; tests pass another.
+    ``compile_step(step, backend=, ...)`` is ``torch.compile``; tests pass another.
     """
     weight = model.embed_tokens.weight
     device, batch = weight.device, len(prompts)
@@ -74,7 +74,7 @@ def run_way(
     inputs = example_inputs(batch, drafts, model.config.vocab_size, device)
     # Each way is compiled from nothing: what one leaves behind must not be another's.
     torch.compiler.reset()
-    compiled = compile_step(step, backend=way.backend, dynamic=False)
+    compiled = compile_step(step, backend=way.backend, fullgraph=True, dynamic=False)
     with torch.no_grad():
         started = time.perf_counter()
         compiled(*inputs)
@@ -86,7 +86,8 @@ def run_way(
             # A step is far shorter than its launches, so its speed is a graph's speed. The memory was measured without:
             # a graph's private pool would hide when its tensors live.
             started = time.perf_counter()
-            compiled = compile_step(step, backend=way.backend, dynamic=False, options={"triton.cudagraphs": True})
+            options = {"triton.cudagraphs": True}
+            compiled = compile_step(step, backend=way.backend, fullgraph=True, dynamic=False, options=options)
             for _ in range(3):  # warm-up, recording, replay
                 compiled(*inputs)
             torch.cuda.synchronize()
