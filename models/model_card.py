@@ -19,6 +19,7 @@ class Figures:
     device: str
     parameters: int
     steps: int
+    kept_step: int
     tokens_seen: int
     train_bytes: int
     held_out_bytes: int
@@ -43,8 +44,8 @@ trained to demonstrate speculative decoding on real text. It completes Python so
 | vocabulary | 256 bytes |
 | training text | source of the standard library of Python {python}, {train_bytes:,} bytes |
 | licence of the text | Python Software Foundation License Version 2 |
-| bytes seen | {tokens_seen:,} ({epochs:.1f} times the text) in {steps:,} steps |
-| training time | {seconds:.0f} s on {device}, PyTorch {torch} |
+| bytes seen | {tokens_seen:,} ({epochs:.1f} times the text) in {kept_step:,} steps, after which the weights were kept |
+| training time | {seconds:.0f} s for {steps:,} steps on {device}, PyTorch {torch} |
 | of which compilation and first step | {compile_seconds:.0f} s |
 
 Loss on held-out modules ({held_out_bytes:,} bytes that training never saw), measured with the rounded weights in this
@@ -66,8 +67,7 @@ Used to choose which weights to keep (validation, {validation_bpb:.3f} bits per 
 Excluded: site packages, tests, lib2to3, files generated per machine. Every window is {seq_len} bytes; longer contexts
 are untrained.
 
-To reproduce (another Python version has another standard library, another GPU takes another number of steps in the
-same time):
+To reproduce (another Python version has another standard library; kernels of another GPU round differently):
 
     {command}
 
@@ -92,6 +92,6 @@ def write_model_card(directory: Path, figures: Figures, arguments: argparse.Name
 
 
 def reproduce_command(arguments: argparse.Namespace) -> str:
-    options = ["minutes", "batch", "seq_len", "lr", "weight_decay", "dropout", "warmup", "seed"]
-    options += ["steps"] if arguments.steps else []
+    schedule = "minutes" if arguments.minutes else "steps"
+    options = [schedule, "batch", "seq_len", "lr", "weight_decay", "dropout", "warmup", "seed"]
     return "python -m models.train " + " ".join(f"--{o.replace('_', '-')} {getattr(arguments, o)}" for o in options)

@@ -1,4 +1,4 @@
-"""Train the shipped byte-level model on the standard library's source: ``python -m models.train --minutes 6``."""
+"""Train the shipped byte-level model on the standard library's source: ``python -m models.train``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from models.persistence import WEIGHTS, load_model, save_model
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=WEIGHTS, help="directory for weights, configuration and model card")
-    parser.add_argument("--minutes", type=float, default=6.0, help="training time, the compilation included")
-    parser.add_argument("--steps", type=int, default=None, help="stop (and end the schedule) after this many steps")
+    parser.add_argument("--steps", type=int, default=2800, help="optimiser steps, over which the learning rate decays")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="train for this long (compilation included) instead of --steps"
+    )
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
     parser.add_argument("--seq-len", type=int, default=1024, help="bytes a sequence")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
@@ -42,7 +44,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
     arguments = parser.parse_args(argv)
-    if arguments.minutes <= 0:
+    if arguments.steps < 1:
+        parser.error(f"--steps should be positive, got {arguments.steps}")
+    if arguments.minutes is not None and arguments.minutes <= 0:
         parser.error(f"--minutes should be positive, got {arguments.minutes}")
     if not 0 <= arguments.dropout < 1:
         parser.error(f"--dropout should be in [0, 1), got {arguments.dropout}")
@@ -101,9 +105,8 @@ def train(arguments: argparse.Namespace, splits: dict[str, bytes], console: Cons
         model.train()
         return bits
 
-    best_bits, best_weights = math.inf, None
+    best_bits, best_weights, best_step = math.inf, None, 0
     history = []
-    seconds = 60 * arguments.minutes
     started = last_validation = time.monotonic()
     step, progress, elapsed, compile_seconds = 0, 0.0, 0.0, 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -126,7 +129,7 @@ def train(arguments: argparse.Namespace, splits: dict[str, bytes], console: Cons
                 if step == 1:
                     compile_seconds = time.monotonic() - started
             elapsed = time.monotonic() - started
-            progress = max(elapsed / seconds, step / arguments.steps if arguments.steps else 0.0)
+            progress = elapsed / (60 * arguments.minutes) if arguments.minutes else step / arguments.steps
             if time.monotonic() - last_validation > arguments.eval_every or progress >= 1:
                 bits = validate()
                 last_validation = time.monotonic()
@@ -137,7 +140,7 @@ def train(arguments: argparse.Namespace, splits: dict[str, bytes], console: Cons
                     f"train {train_bits:.3f}  validation {bits:.3f} bits/byte"
                 )
                 if bits < best_bits:
-                    best_bits, best_weights = bits, copy.deepcopy(model.state_dict())
+                    best_bits, best_weights, best_step = bits, copy.deepcopy(model.state_dict()), step
             bar.update(task, completed=min(1.0, progress), description=f"step {step}, {train_bits:.3f} bits/byte")
             if progress >= 1:
                 break
@@ -150,7 +153,8 @@ def train(arguments: argparse.Namespace, splits: dict[str, bytes], console: Cons
         device=torch.cuda.get_device_name() if device == "cuda" else "CPU",
         parameters=sum(p.numel() for p in model.parameters()),
         steps=step,
-        tokens_seen=step * arguments.batch * arguments.seq_len,
+        kept_step=best_step,
+        tokens_seen=best_step * arguments.batch * arguments.seq_len,
         train_bytes=len(splits["train"]),
         held_out_bytes=len(splits["held_out"]),
         seconds=elapsed,
