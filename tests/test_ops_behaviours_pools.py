@@ -165,7 +165,7 @@ PADDING = [
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("pad_slot_id, indices", PADDING)
 def test_b10_padding_rows_touch_nothing(device, pad_slot_id, indices, packed, pool_dtype):
-    """Slot 0 full of NaN, the padding rows' inputs too: real rows right, padding outputs zero, other slots unwritten."""
+    """Slot 0 full of NaN, the padding rows' inputs too: real rows right, padding outputs zero, no other write."""
     lengths = [4, 2, 0, 4] if packed else None
     window = make_window(4, 4, lengths=lengths, device=device)
     pad, real = [0, 2], [1, 3]
