@@ -82,6 +82,7 @@ def kda_verify(
             "allow_neg_eigval should be False when use_beta_sigmoid_in_kernel is False (beta is then the step size itself), "
             "but was True"
         )
+    check.expect_number_or_none("scale", scale)
     dt_bias = check.check_gate(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, value_heads, key_dim)
     if cu_seqlens is not None and check.debugging():
         check.debug_packing(cu_seqlens, window, tokens)
@@ -156,10 +157,13 @@ def kda_commit(
         for name, value in {"num_accepted": num_accepted, "state_indices": state_indices}.items():
             if value is not None:
                 raise ValueError(f"{name} should be None when a plan is given (the plan holds it), but was a tensor")
+        if not isinstance(plan, CommitPlan):
+            raise TypeError(f"plan should be a CommitPlan, but was {type(plan).__name__}")
         _check_slots(state, plan.source, batch, "plan.source", pad_slot_id)
-        for name, value in {"plan.dest": plan.dest, "plan.length": plan.length}.items():
-            check.expect_tensor(name, value, check.INTEGERS, state.device)
-            check.expect_shape(name, value, (batch, plan.dest.shape[-1]), "[B, M]")
+        check.expect_tensor("plan.dest", plan.dest, check.INTEGERS, state.device)
+        check.expect_shape("plan.dest", plan.dest, (batch, None), "[B, M]")
+        check.expect_tensor("plan.length", plan.length, check.INTEGERS, state.device)
+        check.expect_shape("plan.length", plan.length, tuple(plan.dest.shape), "[B, M] like plan.dest")
         if check.debugging():
             check.debug_slots("plan.dest", plan.dest, state.shape[0], pad_slot_id)
     ops.kda_commit(
@@ -222,6 +226,7 @@ def _check_record(record: Record, cu_seqlens: Tensor | None) -> int:
 
 
 def _check_slots(state: Tensor, slots: Tensor | None, batch: int, name: str, pad_slot_id: int) -> None:
+    check.expect_int("pad_slot_id", pad_slot_id)
     if slots is None:
         if not torch.compiler.is_compiling() and state.shape[0] < batch:
             raise ValueError(

@@ -55,9 +55,20 @@ def _verify_cpu(q, k, v, *rest) -> tuple[Tensor, Tensor]:
 
 def _recover_cpu(initial_state, *record) -> Tensor:
     if initial_state.numel() == 0:
-        return initial_state.float()
-    # A float32 state that nothing was accepted for must not be returned as an alias of the input.
+        return initial_state.new_empty(initial_state.shape, dtype=torch.float32)
     return portable.recover(initial_state, *record).contiguous()
+
+
+def _without_autocast(kernel):
+    """Autocast stays on inside a kernel, and would run the portable form's products in low precision."""
+
+    def call(*args):
+        if not torch.is_autocast_enabled("cpu"):
+            return kernel(*args)
+        with torch.autocast("cpu", enabled=False):
+            return kernel(*args)
+
+    return call
 
 
 def _triton():
@@ -72,9 +83,9 @@ def _triton():
     return launch
 
 
-_library.impl("kda_verify", _verify_cpu, "CPU")
-_library.impl("kda_commit", portable.commit, "CPU")
-_library.impl("kda_recover", _recover_cpu, "CPU")
+_library.impl("kda_verify", _without_autocast(_verify_cpu), "CPU")
+_library.impl("kda_commit", _without_autocast(portable.commit), "CPU")
+_library.impl("kda_recover", _without_autocast(_recover_cpu), "CPU")
 _library.impl("kda_verify", lambda *args: _triton().verify(*args), "CUDA")
 _library.impl("kda_commit", lambda *args: _triton().commit(*args), "CUDA")
 _library.impl("kda_recover", lambda *args: _triton().recover(*args), "CUDA")

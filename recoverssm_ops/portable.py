@@ -8,7 +8,8 @@ window: with ``G_t`` the running sum of the log decays,
     (I + diag(beta) c) U = diag(beta) (V - P)        O = R + d U
 
 and the state after n tokens is ``S0 exp(G_n) + sum_{i<=n} u_i (k_i exp(G_n - G_i))^T`` (docs/design.md, section 2).
-Exponents are subtracted before ``exp``: the factored form overflows under strong decay.
+``exp(G_t - G_i)`` is a product or a sum over the tokens between i and t: the factored form ``exp(G_t) exp(-G_i)`` overflows
+under strong decay, and the difference of running sums cancels.
 """
 
 import torch
@@ -56,25 +57,13 @@ def verify(
     q = per_value_head(unit_rows(q, use_qk_l2norm_in_kernel)) * scale
     k = per_value_head(unit_rows(k, use_qk_l2norm_in_kernel))
     beta = step_size(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    G = log_decay(g, A_log, dt_bias, lower_bound, use_gate_in_kernel).cumsum(1)
+    g = log_decay(g, A_log, dt_bias, lower_bound, use_gate_in_kernel)
 
     s0, active = _checkpoints(state, state_indices, batch, pad_slot_id)
-    decay = G.exp()
-    P = torch.einsum("bthk,bhvk->bthv", k * decay, s0)
-    R = torch.einsum("bthk,bhvk->bthv", q * decay, s0)
-    c, d = _couplings(q, k, G)
-
-    target = beta.unsqueeze(-1) * (v.float() - P)
-    corrections: list[Tensor] = []
-    for t in range(target.shape[1]):
-        # Forward substitution. The inverse as a power series is shorter, and loses every digit for repeated keys.
-        u_t = target[:, t]
-        if t:
-            earlier = torch.einsum("bhi,bihv->bhv", c[:, t, :t].movedim(1, 2), torch.stack(corrections, 1))
-            u_t = u_t - beta[:, t].unsqueeze(-1) * earlier
-        corrections.append(u_t)
-    u = torch.stack(corrections, 1)
-    o = R + torch.einsum("btih,bihv->bthv", d, u)
+    from_start = g.cumsum(1).exp()
+    P = torch.einsum("bthk,bhvk->bthv", k * from_start, s0)
+    R = torch.einsum("bthk,bhvk->bthv", q * from_start, s0)
+    o, u = _solve(q, k, g.exp(), beta.unsqueeze(-1), v.float() - P, R)
 
     if active is not None:
         valid = active[:, None] if valid is None else valid & active[:, None]
@@ -113,12 +102,14 @@ def recover(
 
     k = unit_rows(k, use_qk_l2norm_in_kernel).repeat_interleave(u.shape[2] // k.shape[2], dim=2)
     log_decays = log_decay(g, A_log, dt_bias, lower_bound, use_gate_in_kernel)
-    G = torch.where(kept, log_decays, 0).cumsum(1)  # past the accepted prefix it stays G_n
-    since = torch.where(kept, (G[:, -1:] - G).exp(), 0)
+    log_decays = torch.where(kept, log_decays, 0)
+    # G_n - G_i as the sum of the decays after i: the difference of two running sums cancels.
+    after = torch.nn.functional.pad(log_decays[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+    since = torch.where(kept, after.exp(), 0)
     gained = torch.einsum("bthv,bthk->bhvk", torch.where(kept, u, 0), torch.where(kept, k, 0) * since)
     s0 = initial_state.float()
     # An untouched row is returned as it was: S * exp(0) + 0 would turn -0.0 into 0.0.
-    return torch.where(n.view(-1, 1, 1, 1) > 0, s0 * G[:, -1].exp().unsqueeze(-2) + gained, s0)
+    return torch.where(n.view(-1, 1, 1, 1) > 0, s0 * log_decays.sum(1).exp().unsqueeze(-2) + gained, s0)
 
 
 def commit(
@@ -167,13 +158,23 @@ def _checkpoints(
     return torch.where(active.view(-1, 1, 1, 1), rows, 0), active
 
 
-def _couplings(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """``c`` (strictly lower) and ``d`` (lower), each ``[B, t, i, HV]``."""
-    window = G.shape[1]
-    t = torch.arange(window, device=G.device)
-    lower = (t[:, None] >= t)[None, :, :, None, None]
-    between = torch.where(lower, G.unsqueeze(2) - G.unsqueeze(1), float("-inf")).exp()
-    k_then = k.unsqueeze(1) * between
-    c = (k.unsqueeze(2) * k_then).sum(-1)
-    d = (q.unsqueeze(2) * k_then).sum(-1)
-    return c, d
+def _solve(q: Tensor, k: Tensor, decay: Tensor, beta: Tensor, target: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward substitution for U, and O = R + d U; everything ``[B, T, HV, ..]``.
+
+    The inverse as a power series is shorter, and loses every digit for repeated keys. Row t of c and d needs the earlier
+    keys decayed from their own position to t. Multiplying them by one decay a step keeps every factor as exact as in the
+    recurrence; ``G_t - G_i`` cancels once some token has decayed strongly (ulp(200) is 1.5e-5), and is NaN beyond -inf.
+    Nothing of a later token enters row t, so that not even its NaN does.
+    """
+    own = (q * k).sum(-1, keepdim=True)  # the diagonal of d
+    keys, corrections = k[:, :1], beta[:, :1] * target[:, :1]
+    outputs = [R[:, 0] + own[:, 0] * corrections[:, 0]]
+    for t in range(1, k.shape[1]):
+        keys = keys * decay[:, t : t + 1]
+        readers = torch.stack([k[:, t], q[:, t]], 2)  # they give rows t of c and of d
+        earlier = torch.einsum("bhxk,bihk->bhxi", readers, keys) @ corrections.transpose(1, 2)
+        u_t = beta[:, t] * (target[:, t] - earlier[:, :, 0])
+        outputs.append(R[:, t] + earlier[:, :, 1] + own[:, t] * u_t)
+        keys = torch.cat([keys, k[:, t : t + 1]], 1)
+        corrections = torch.cat([corrections, u_t.unsqueeze(1)], 1)
+    return torch.stack(outputs, 1), corrections

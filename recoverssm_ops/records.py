@@ -41,7 +41,8 @@ class Record:
 
 
 _TENSORS = ("u", "k", "g", "A_log", "dt_bias", "cu_seqlens")
-_SETTINGS = tuple(f.name for f in fields(Record) if f.name not in (*_TENSORS, "committed"))
+# ``committed`` is one of them: a copy made by a tree map must not be committed a second time.
+_SETTINGS = tuple(f.name for f in fields(Record) if f.name not in _TENSORS)
 
 
 def _flatten(record: Record) -> tuple[list[Tensor | None], tuple]:

@@ -44,10 +44,9 @@ def recurrence(
         g = g[..., None].expand(-1, -1, key_dim)
         dt_bias = None if dt_bias is None else dt_bias.reshape(value_heads, 1).expand(-1, key_dim)
 
-    outputs, corrections, states = [], [], [S]
+    o, u, states = torch.zeros_like(v), torch.zeros_like(v), [S]
     for t in range(q.shape[0]):
         S = S.clone()
-        o_t, u_t = torch.zeros_like(v[t]), torch.zeros_like(v[t])
         for h in range(value_heads):
             q_h, k_h, gate = q[t, h // groups], k[t, h // groups], g[t, h]
             if use_qk_l2norm_in_kernel:
@@ -67,10 +66,8 @@ def recurrence(
             if allow_neg_eigval:
                 b = 2 * b
             decayed = S[h] * torch.exp(gate)[None, :]
-            u_t[h] = b * (v[t, h] - decayed @ k_h)
-            S[h] = decayed + torch.outer(u_t[h], k_h)
-            o_t[h] = S[h] @ (scale * q_h)
-        outputs.append(o_t)
-        corrections.append(u_t)
+            u[t, h] = b * (v[t, h] - decayed @ k_h)
+            S[h] = decayed + torch.outer(u[t, h], k_h)
+            o[t, h] = S[h] @ (scale * q_h)
         states.append(S)
-    return torch.stack(outputs), torch.stack(corrections), torch.stack(states)
+    return o, u, torch.stack(states)

@@ -13,6 +13,8 @@ MAX_WINDOW = 16
 MAX_HEAD_DIM = 256
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
+INTS = (int, torch.SymInt)
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -31,6 +33,16 @@ def expect_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device:
             f"{name} requires grad, but RecoverSSM is for inference only: call under torch.no_grad() or "
             f"torch.inference_mode(), or pass {name}.detach()"
         )
+
+
+def expect_int(name: str, x: object) -> None:
+    if not isinstance(x, INTS):
+        raise TypeError(f"{name} should be an int, but was {type(x).__name__}")
+
+
+def expect_number_or_none(name: str, x: object) -> None:
+    if x is not None and not isinstance(x, NUMBERS):
+        raise TypeError(f"{name} should be a number or None, but was {type(x).__name__}")
 
 
 def expect_shape(name: str, x: Tensor, shape: tuple, letters: str) -> None:
@@ -58,15 +70,16 @@ def check_window(batch_tokens: Tensor, cu_seqlens: Tensor | None, max_seqlen: in
             )
         if max_seqlen is None:
             raise ValueError("max_seqlen should be the longest row's length (an int) with cu_seqlens, but was None")
+        expect_int("max_seqlen", max_seqlen)
         batch, window = cu_seqlens.shape[0] - 1, max_seqlen
-        if not torch.compiler.is_compiling() and batch_tokens.shape[1] > batch * window:
-            raise ValueError(
-                f"{name} should hold at most {batch} rows of max_seqlen {window} tokens, but held "
-                f"{batch_tokens.shape[1]} tokens: a row is longer than the window"
-            )
     if not 1 <= window <= MAX_WINDOW:
         argument = "max_seqlen" if cu_seqlens is not None else f"the window T of {name}"
         raise ValueError(f"{argument} should be between 1 and {MAX_WINDOW} tokens, but was {window}")
+    if cu_seqlens is not None and not torch.compiler.is_compiling() and batch_tokens.shape[1] > batch * window:
+        raise ValueError(
+            f"{name} should hold at most {batch} rows of max_seqlen {window} tokens, but held "
+            f"{batch_tokens.shape[1]} tokens: a row is longer than the window"
+        )
     return batch, window
 
 
@@ -104,6 +117,7 @@ def check_gate(
                     f"but was {'a tensor' if isinstance(value, Tensor) else value}"
                 )
         return None
+    expect_number_or_none("lower_bound", lower_bound)
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound should be negative or None, but was {lower_bound}")
     if A_log is None:
@@ -117,7 +131,7 @@ def check_gate(
     expect_tensor("dt_bias", dt_bias, FLOATS, g.device)
     scalar = g.ndim == 3
     size = value_heads if scalar else value_heads * key_dim
-    if dt_bias.numel() != size or dt_bias.ndim > 2 or dt_bias.shape[0] not in (value_heads, size):
+    if dt_bias.numel() != size or dt_bias.ndim not in (1, 2) or dt_bias.shape[0] not in (value_heads, size):
         letters = "[HV]" if scalar else "[HV, K] or [HV*K]"
         raise ValueError(f"dt_bias should have shape {letters} with {size} elements, but was {list(dt_bias.shape)}")
     return dt_bias.reshape(value_heads) if scalar else dt_bias.reshape(value_heads, key_dim)
@@ -144,8 +158,9 @@ def debug_slots(name: str, slots: Tensor, num_slots: int, pad_slot_id: int) -> N
 def debug_packing(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> None:
     """Row boundaries ascend, rows fit the window, all inside the packed tensor. Synchronises with the device."""
     lengths = cu_seqlens.diff()
-    if lengths.numel() and (lengths.min() < 0 or lengths.max() > max_seqlen or cu_seqlens[-1] > num_tokens):
+    outside = cu_seqlens[0] < 0 or cu_seqlens[-1] > num_tokens
+    if outside or (lengths.numel() and (lengths.min() < 0 or lengths.max() > max_seqlen)):
         raise ValueError(
-            f"cu_seqlens should ascend in steps of at most max_seqlen = {max_seqlen} up to at most {num_tokens} tokens, "
-            f"but was {cu_seqlens.tolist()}"
+            f"cu_seqlens should ascend from 0 or more in steps of at most max_seqlen = {max_seqlen} to at most "
+            f"{num_tokens} tokens, but was {cu_seqlens.tolist()}"
         )

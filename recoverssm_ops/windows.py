@@ -16,6 +16,8 @@ def row_lengths(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 def unpack(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """``[1, N, ...]`` packed to ``[B, T, ...]`` dense, zeros past each row's end."""
+    if x.shape[1] == 0:  # rows, but no tokens: there is nothing that a gather could point at
+        return x.new_zeros(cu_seqlens.shape[0] - 1, max_seqlen, *x.shape[2:])
     index = cu_seqlens[:-1, None].long() + torch.arange(max_seqlen, device=x.device)
     inside = in_row(cu_seqlens, max_seqlen) & (index < x.shape[1])
     picked = x[0][torch.where(inside, index, 0)]

@@ -1,0 +1,16 @@
+"""Every operator test runs on the CPU, and on CUDA where there is one."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Seeded: a run that fails fails again. The first example may wait for a Triton compilation, so no deadline.
+settings.register_profile("recoverssm", derandomize=True, deadline=None)
+settings.load_profile("recoverssm")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
