@@ -19,8 +19,17 @@ def plan_column(
     n = tl.maximum(tl.minimum(n, tokens), 0)
     if IN_PLACE:
         slot = tl.load(dest + row * dest_row + m * dest_column).to(tl.int64)
-        return slot, n, slot > pad_slot_id
-    return row, n, n >= 0
+        written = slot > pad_slot_id
+    else:
+        slot, written = row, n >= 0
+    return slot, n, written
+
+
+@triton.jit
+def store_state(matrix, S, vv, kk, stride_v, V: tl.constexpr, K: tl.constexpr):
+    """One tile of a state matrix; rounds to the pool's dtype, the only rounding there is."""
+    tile = (matrix + vv.to(tl.int64) * stride_v)[:, None] + kk[None, :]
+    tl.store(tile, S.to(matrix.dtype.element_ty), mask=(vv < V)[:, None] & (kk < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "pad_slot_id"])
@@ -56,7 +65,7 @@ def commit_kernel(
     inside = (vv < V)[:, None] & (kk < K)[None, :]
     v64 = vv.to(tl.int64)
     source_tile = (source_state + slot * source_slot + head * source_head + v64 * source_v)[:, None] + kk[None, :]
-    dest_tile = (dest_state + head * dest_head + v64 * dest_v)[:, None] + kk[None, :]
+    dest_state += head * dest_head
     if V % BV == 0 and K == BK:
         raw = tl.load(source_tile)
     else:
@@ -69,7 +78,7 @@ def commit_kernel(
         if IN_PLACE:
             written = written & (to != slot)
         if written & (n == 0):
-            tl.store(dest_tile + to * dest_slot, raw.to(dest_state.dtype.element_ty), mask=inside)
+            store_state(dest_state + to * dest_slot, raw, vv, kk, dest_v, V, K)
 
     k += where * k_row + start * k_token + head // (HV // H) * k_head + kk
     u += where * u_row + start * u_token + head * u_head + vv
@@ -106,10 +115,10 @@ def commit_kernel(
                     dest, length, row, m, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
                 )  # fmt: skip
                 if written & (n == i):
-                    tl.store(dest_tile + to * dest_slot, S.to(dest_state.dtype.element_ty), mask=inside)
+                    store_state(dest_state + to * dest_slot, S, vv, kk, dest_v, V, K)
     if M == 1:
         to, n, written = plan_column(
             dest, length, row, 0, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
         )
         if written & (n > 0):
-            tl.store(dest_tile + to * dest_slot, S.to(dest_state.dtype.element_ty), mask=inside)
+            store_state(dest_state + to * dest_slot, S, vv, kk, dest_v, V, K)

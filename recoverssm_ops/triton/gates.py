@@ -81,9 +81,11 @@ def step_size(beta, USE_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
 @triton.jit
 def row_span(cu_seqlens, row, num_tokens, T: tl.constexpr):
     """Where row ``row`` lives: batch index, first token, number of tokens (64-bit, so that products with strides are)."""
+    zero = row * 0
     if cu_seqlens is None:
-        return row, row * 0, row * 0 + T
-    start = tl.load(cu_seqlens + row).to(tl.int64)
-    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - start
-    length = tl.maximum(tl.minimum(tl.minimum(length, num_tokens - start), T), 0)
-    return row * 0, start, length
+        batch, start, length = row, zero, zero + T
+    else:
+        start = tl.load(cu_seqlens + row).to(tl.int64)
+        length = tl.load(cu_seqlens + row + 1).to(tl.int64) - start
+        batch, length = zero, tl.maximum(tl.minimum(tl.minimum(length, num_tokens - start), T), 0)
+    return batch, start, length
