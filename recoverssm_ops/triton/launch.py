@@ -20,13 +20,16 @@ MAX_FACTORED_EXPONENT = 80.0
 def verify_config(window: int, key_dim: int, value_dim: int, element_size: int) -> dict[str, int]:
     """Tile sizes, warps and stages of the verify kernel.
 
-    The serial part of a program is latency, so many small programs beat few large ones: one warp as long as the ``[2 TP, BK]`` operand
-    fits its registers, state tiles of about 8 KiB.
+    The serial part of a program is latency, so many small programs beat few large ones: as few warps as hold the ``[2 TP, BK]``
+    operand and its pieces in registers. A float32 state needs more pieces than a 16-bit one.
     """
     TP = max(4, triton.next_power_of_2(window))
     BK = max(16, triton.next_power_of_2(key_dim))
-    warps = max(1, min(4, 2 * TP * BK // 2048))
-    BV = min(max(16, 8192 * warps // (BK * element_size)), 64, max(16, triton.next_power_of_2(value_dim)))
+    elements = 2 * TP * BK
+    warps = 1 if elements <= 512 else max(1, min(4, elements * (1 if element_size == 2 and TP < 16 else 2) // 2048))
+    BV = min(
+        16 if element_size == 4 and warps == 1 else 32 if warps < 4 else 64, max(16, triton.next_power_of_2(value_dim))
+    )
     return {"TP": TP, "BK": BK, "BV": BV, "STAGES": 2, "num_warps": warps}
 
 

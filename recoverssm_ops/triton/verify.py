@@ -16,6 +16,15 @@ from recoverssm_ops.triton.gates import gate_parameters, log_decay, row_span, st
 
 
 @triton.jit
+def three_pieces(x):
+    """bf16 tensors whose sum is the float32 ``x`` to its last bit or so; bf16 has float32's exponent range."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
 def couplings_by_token(
     kq, k, g, k_token, g_token, length, rate, bias, r, rt, kk,
     K: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr,
@@ -49,6 +58,7 @@ def couplings_by_token(
 def couplings_factored(
     kq, g, g_token, length, rate, bias, r, rt, kk,
     K: tl.constexpr, TP: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr,
+    EXACT_BF16: tl.constexpr,
 ):  # fmt: skip
     """The same in one product, ``(k exp G)(k exp -G)^T``: only for a gate whose bound proves that ``exp(-G)`` is finite."""
     mask = (rt < length)[:, None] & (kk < K)[None, :]
@@ -59,7 +69,9 @@ def couplings_factored(
     G = tl.reshape(tl.cumsum(tl.reshape(gate, (2, TP, BK)), 1), (2 * TP, BK))
     a = kq * tl.exp(G)
     keys = tl.where((r < TP)[:, None], kq * tl.exp(-G), 0.0)
-    return tl.dot(a, tl.trans(keys), input_precision="tf32x3"), a
+    # Either form is float32 quality; each shares the pieces of ``a`` with the product with the state that follows.
+    PRECISION: tl.constexpr = "bf16x6" if EXACT_BF16 else "tf32x3"
+    return tl.dot(a, tl.trans(keys), input_precision=PRECISION), a
 
 
 @triton.jit
@@ -127,6 +139,7 @@ def verify_kernel(
             zero_tokens(o, u, token, token + length, TP, head, HV, V, TP, BLOCK_V)
             return
 
+    EXACT_BF16: tl.constexpr = state.dtype.element_ty == tl.bfloat16
     r = tl.arange(0, 2 * TP)
     rt = r % TP
     kk = tl.arange(0, BK)
@@ -145,8 +158,9 @@ def verify_kernel(
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
     if FACTORED:
         X, a = couplings_factored(
-            kq, g, g_token, length, rate, bias + tl.zeros((BK,), tl.float32), r, t64, kk, K, TP, LOWER_BOUND, USE_GATE
-        )
+            kq, g, g_token, length, rate, bias + tl.zeros((BK,), tl.float32), r, t64, kk, K, TP, LOWER_BOUND, USE_GATE,
+            EXACT_BF16,
+        )  # fmt: skip
     else:
         X, a = couplings_by_token(
             kq, k, g, k_token, g_token, length, rate, bias, r, rt, kk, K, T, TP, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE
@@ -160,13 +174,9 @@ def verify_kernel(
     inverse = invert_unit_lower(L, r, T, TP)
 
     pool = state + slot * state_slot + head * state_head
-    EXACT_BF16: tl.constexpr = state.dtype.element_ty == tl.bfloat16
     if EXACT_BF16:
         # The state is exact in bf16; three bf16 pieces of the other operand keep the product at float32 quality.
-        high = a.to(tl.bfloat16)
-        rest = a - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        high, middle, low = three_pieces(a)
     out_row = ((token + t64) * HV + head) * V
     for v0 in tl.range(0, V, BV, num_stages=STAGES):
         vv = v0 + tl.arange(0, BV)
@@ -187,7 +197,12 @@ def verify_kernel(
         else:
             PR = tl.dot(a, tl.trans(S.to(tl.float32)), input_precision="tf32x3")
         target = tl.where(is_key[:, None], b[:, None] * (values - PR), 0.0)
-        result = tl.dot(inverse, target, tl.where(is_key[:, None], 0.0, PR), input_precision="tf32x3")
+        result = tl.where(is_key[:, None], 0.0, PR)
+        if TP >= 8:
+            result = tl.dot(inverse, target, result, input_precision="tf32x3")
+        else:
+            # Fewer rows than the matrix unit's shortest contraction.
+            result += tl.sum(inverse[:, :, None] * target[None, :, :], 1)
         store = (rt < length)[:, None] & (vv < V)[None, :]
         offset = out_row[:, None] + vv[None, :]
         tl.store(u + offset, result, mask=store & is_key[:, None])
