@@ -1,0 +1,91 @@
+"""What verify and commit share: one gate, one normalisation, one step size, one notion of where a row's tokens are.
+
+The Triton twin of ``recoverssm_ops/gates.py`` (formulas: docs/design.md, section 2). A second spelling of the gate would let
+the committed state drift away from the verified outputs unseen, so both kernels call these functions. All float32.
+"""
+
+import triton
+import triton.language as tl
+
+from recoverssm_ops.gates import L2NORM_EPS
+
+_EPS = tl.constexpr(L2NORM_EPS)
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))`` to float32 accuracy, also where it is tiny.
+
+    The hardware logarithm has a fixed absolute error, which the rate ``exp(A_log)`` would amplify; so log1p(z), z in (0, 1], is
+    ``2 atanh(s)`` with ``s = z / (2 + z) <= 1/3``, whose series has converged after eight terms.
+    """
+    z = tl.exp(-tl.abs(x))
+    s = z / (2.0 + z)
+    s2 = s * s
+    series = s2 * (1.0 / 15.0) + 1.0 / 13.0
+    series = s2 * series + 1.0 / 11.0
+    series = s2 * series + 1.0 / 9.0
+    series = s2 * series + 1.0 / 7.0
+    series = s2 * series + 1.0 / 5.0
+    series = s2 * series + 1.0 / 3.0
+    series = s2 * series + 1.0
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def log_decay(g, rate, bias, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr):
+    """Log decay of raw gates ``g``; ``rate`` and ``bias`` broadcast against it. ``LOWER_BOUND == 0``: the unbounded gate."""
+    g = g.to(tl.float32)
+    if USE_GATE:
+        x = g + bias
+        if LOWER_BOUND == 0.0:
+            g = -rate * softplus(x)
+        else:
+            g = LOWER_BOUND * tl.sigmoid(rate * x)
+    return g
+
+
+@triton.jit
+def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.constexpr):
+    """Rate ``exp(A_log)`` (a scalar) and bias (``[BK]``, or a scalar for the scalar gate) of one value head."""
+    if A_log is None:
+        rate = 1.0
+    else:
+        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    if dt_bias is None:
+        bias = 0.0
+    elif SCALAR_GATE:
+        bias = tl.load(dt_bias + head).to(tl.float32)
+    else:
+        bias = tl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(tl.float32)
+    return rate, bias
+
+
+@triton.jit
+def unit_scale(x, axis: tl.constexpr, USE_L2NORM: tl.constexpr):
+    """``1 / |x|`` along ``axis``, or ones: the factor that normalises keys and queries."""
+    squares = tl.sum(x * x, axis)
+    return tl.rsqrt(squares + _EPS) if USE_L2NORM else squares * 0.0 + 1.0
+
+
+@triton.jit
+def step_size(beta, USE_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
+    beta = beta.to(tl.float32)
+    if USE_SIGMOID:
+        beta = tl.sigmoid(beta)
+    if NEG_EIGVAL:
+        beta = 2.0 * beta
+    return beta
+
+
+@triton.jit
+def row_span(cu_seqlens, row, num_tokens, T: tl.constexpr):
+    """Where row ``row`` lives: batch index, first token, number of tokens (64-bit, so that products with strides are)."""
+    zero = row * 0
+    if cu_seqlens is None:
+        batch, start, length = row, zero, zero + T
+    else:
+        start = tl.load(cu_seqlens + row).to(tl.int64)
+        length = tl.load(cu_seqlens + row + 1).to(tl.int64) - start
+        batch, length = zero, tl.maximum(tl.minimum(tl.minimum(length, num_tokens - start), T), 0)
+    return batch, start, length
