@@ -12,13 +12,14 @@ from models.corpus import HELD_OUT, VALIDATION
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What one training run measured. ``*_bpb`` are bits per byte."""
+    """What one training run measured. ``*_bpb`` are bits per byte; ``tokens_seen`` is up to ``best_step``."""
 
     python: str
     torch: str
     device: str
     parameters: int
     steps: int
+    best_step: int
     tokens_seen: int
     train_bytes: int
     held_out_bytes: int
@@ -43,7 +44,7 @@ trained to demonstrate speculative decoding on real text. It completes Python so
 | vocabulary | 256 bytes |
 | training text | source of the standard library of Python {python}, {train_bytes:,} bytes |
 | licence of the text | Python Software Foundation License Version 2 |
-| bytes seen | {tokens_seen:,} ({epochs:.1f} times the text) in {steps:,} steps |
+| bytes seen | {tokens_seen:,} ({epochs:.1f} times the text) in {best_step:,} of the run's {steps:,} steps |
 | training time | {seconds:.0f} s on {device}, PyTorch {torch} |
 | of which compilation and first step | {compile_seconds:.0f} s |
 
@@ -61,7 +62,8 @@ same.
 
 Held out: {held_out}.
 
-Used to choose which weights to keep (validation, {validation_bpb:.3f} bits per byte): {validation}.
+Validation, which decided that the weights of step {best_step:,} are kept ({validation_bpb:.3f} bits per byte):
+{validation}.
 
 Excluded: site packages, tests, lib2to3, files generated per machine. Every window is {seq_len} bytes; longer contexts
 are untrained.
@@ -92,6 +94,6 @@ def write_model_card(directory: Path, figures: Figures, arguments: argparse.Name
 
 
 def reproduce_command(arguments: argparse.Namespace) -> str:
-    options = ["minutes", "batch", "seq_len", "lr", "weight_decay", "dropout", "warmup", "seed"]
+    options = ["minutes", "batch", "seq_len", "lr", "weight_decay", "dropout", "warmup", "eval_every", "seed"]
     options += ["steps"] if arguments.steps else []
     return "python -m models.train " + " ".join(f"--{o.replace('_', '-')} {getattr(arguments, o)}" for o in options)

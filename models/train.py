@@ -1,4 +1,4 @@
-"""Train the shipped byte-level model on the standard library's source: ``python -m models.train --minutes 6``."""
+"""Train the shipped byte-level model on the standard library's source: ``python -m models.train``."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from models.persistence import WEIGHTS, load_model, save_model
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=WEIGHTS, help="directory for weights, configuration and model card")
-    parser.add_argument("--minutes", type=float, default=6.0, help="training time, the compilation included")
+    parser.add_argument("--minutes", type=float, default=3.5, help="training time, the compilation included")
     parser.add_argument("--steps", type=int, default=None, help="stop (and end the schedule) after this many steps")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
     parser.add_argument("--seq-len", type=int, default=1024, help="bytes a sequence")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--warmup", type=int, default=200, help="steps of linear warm-up")
-    parser.add_argument("--eval-every", type=float, default=20.0, help="seconds between validations")
+    parser.add_argument("--eval-every", type=float, default=10.0, help="seconds between validations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
@@ -101,7 +101,7 @@ def train(arguments: argparse.Namespace, splits: dict[str, bytes], console: Cons
         model.train()
         return bits
 
-    best_bits, best_weights = math.inf, None
+    best_bits, best_step, best_weights = math.inf, 0, None
     history = []
     seconds = 60 * arguments.minutes
     started = last_validation = time.monotonic()
@@ -137,7 +137,7 @@ def train(arguments: argparse.Namespace, splits: dict[str, bytes], console: Cons
                     f"train {train_bits:.3f}  validation {bits:.3f} bits/byte"
                 )
                 if bits < best_bits:
-                    best_bits, best_weights = bits, copy.deepcopy(model.state_dict())
+                    best_bits, best_step, best_weights = bits, step, copy.deepcopy(model.state_dict())
             bar.update(task, completed=min(1.0, progress), description=f"step {step}, {train_bits:.3f} bits/byte")
             if progress >= 1:
                 break
@@ -150,7 +150,8 @@ def train(arguments: argparse.Namespace, splits: dict[str, bytes], console: Cons
         device=torch.cuda.get_device_name() if device == "cuda" else "CPU",
         parameters=sum(p.numel() for p in model.parameters()),
         steps=step,
-        tokens_seen=step * arguments.batch * arguments.seq_len,
+        best_step=best_step,
+        tokens_seen=best_step * arguments.batch * arguments.seq_len,
         train_bytes=len(splits["train"]),
         held_out_bytes=len(splits["held_out"]),
         seconds=elapsed,
