@@ -46,16 +46,17 @@ def delta_rule_chunked(
     if lower_bound is not None and -lower_bound * CHUNK <= FACTORED_RANGE:
         c, d = _scores_factored(q, k, G)
     else:
-        c, d = _scores_subtracted(q, k, G)
+        c, d = _scores_segmented(q, k, g)
     transform = _unit_lower_inverse(beta.unsqueeze(-1) * c) * beta.unsqueeze(-2)
 
     decay = G.exp()
-    last = G[..., -1:, :]
-    k_end = (k * (last - G).exp()).transpose(-1, -2)
+    # What is left of a token at the chunk's end: the decays of the tokens after it.
+    after = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+    k_end = (k * after.exp()).transpose(-1, -2)
     W = transform @ (k * decay)
     U = transform @ v
     # The state is held as [K, V] here: end = M @ start + N.
-    M = torch.diag_embed(last.squeeze(-2).exp()) - k_end @ W
+    M = torch.diag_embed(decay[..., -1, :]) - k_end @ W
     N = k_end @ U
     start = q.new_zeros(B, H, K, V) if S is None else S.transpose(-1, -2)
     starts, end = _affine_scan(M, N, start)
@@ -73,14 +74,16 @@ def _scores_factored(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     return ((k * left) @ right).tril(-1), ((q * left) @ right).tril()
 
 
-def _scores_subtracted(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    # Decays of any size: subtract before the exponential, and mask before it too, for above the diagonal it overflows.
-    difference = G.unsqueeze(-2) - G.unsqueeze(-3)
-    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G.device).triu(1).unsqueeze(-1)
-    k_decayed = difference.masked_fill(above, float("-inf")).exp() * k.unsqueeze(-3)
+def _scores_segmented(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    # Decays of any size: each exponent is the sum of the decays between two tokens and no more. The difference of two
+    # running sums would lose the weak decays that follow a strong one.
+    index = torch.arange(CHUNK, device=g.device)
+    later = (index.unsqueeze(-1) > index).unsqueeze(-1)
+    segments = torch.where(later, g.unsqueeze(-2), 0.0).cumsum(-3)
+    k_decayed = segments.exp() * k.unsqueeze(-3)
     c = (k.unsqueeze(-2) * k_decayed).sum(-1)
     d = (q.unsqueeze(-2) * k_decayed).sum(-1)
-    return c.tril(-1), d
+    return c.tril(-1), d.tril()
 
 
 def _unit_lower_inverse(L: Tensor) -> Tensor:

@@ -70,9 +70,9 @@ def decode(
 ) -> Decoded:
     """Continue every prompt by ``num_tokens`` tokens, ``1 + num_drafts`` window tokens a step.
 
-    ``step`` is a :class:`models.speculation.SpeculativeStep` over ``pools`` (compiled or not), whose slots 0 .. B-1 are
-    used. ``num_drafts = 0`` is plain decoding. ``on_emit(request, tokens)`` is called as tokens appear; all but the last
-    of a call were drafts. Raises ValueError if a request does not fit the pools.
+    ``step`` is a :class:`models.speculation.SpeculativeStep` over ``pools`` (compiled or not): slots 0 .. B-1 are used.
+    ``num_drafts = 0`` is plain decoding. ``on_emit(request, tokens)`` is called as tokens appear; all but the last of a
+    call were drafts. Raises ValueError if a request does not fit the pools.
     """
     window_size, batch = 1 + num_drafts, len(prompts)
     if not all(prompts):

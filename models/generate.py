@@ -52,6 +52,8 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
     parser.add_argument("--state-dtype", choices=DTYPES, default="float32", help="of the recurrent state pools")
+    # A step of the small model is too short to share: barriers between threads cost more than they save.
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--weights", type=Path, default=WEIGHTS, help="directory with model.safetensors and config.json"
@@ -67,6 +69,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise UsageError(f"--tokens should be at least 1, got {options.tokens}")
     if options.batch < 1:
         raise UsageError(f"--batch should be at least 1, got {options.batch}")
+    if options.threads < 1:
+        raise UsageError(f"--threads should be at least 1, got {options.threads}")
     # The comparison is negated so that NaN is refused too.
     if not 0 <= options.temperature < float("inf"):
         raise UsageError(f"--temperature should be finite and not negative, got {options.temperature}")
@@ -197,6 +201,7 @@ def first_difference(results: list[Measured]) -> str | None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     check_options(options)
+    torch.set_num_threads(options.threads)
     try:
         model = load_model(options.weights, device=options.device, dtype=DTYPES[options.dtype])
     except FileNotFoundError as error:

@@ -93,5 +93,5 @@ def write_model_card(directory: Path, figures: Figures, arguments: argparse.Name
 
 def reproduce_command(arguments: argparse.Namespace) -> str:
     schedule = "minutes" if arguments.minutes else "steps"
-    options = [schedule, "batch", "seq_len", "lr", "weight_decay", "dropout", "warmup", "seed"]
+    options = [schedule, "batch", "seq_len", "lr", "weight_decay", "dropout", "warmup", "eval_every", "seed"]
     return "python -m models.train " + " ".join(f"--{o.replace('_', '-')} {getattr(arguments, o)}" for o in options)
