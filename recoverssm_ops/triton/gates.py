@@ -57,7 +57,7 @@ def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.c
     elif SCALAR_GATE:
         bias = tl.load(dt_bias + head).to(tl.float32)
     else:
-        bias = tl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(tl.float32)
+        bias = tl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(tl.float32)[None, :]
     return rate, bias
 
 

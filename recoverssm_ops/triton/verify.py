@@ -13,15 +13,7 @@ import triton
 import triton.language as tl
 
 from recoverssm_ops.triton.gates import gate_parameters, log_decay, row_span, step_size, unit_scale
-
-
-@triton.jit
-def three_pieces(x):
-    """bf16 tensors whose sum is the float32 ``x`` to its last bit or so; bf16 has float32's exponent range."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+from recoverssm_ops.triton.products import product_bf16, product_exact_bf16, product_tf32, stack
 
 
 @triton.jit
@@ -44,34 +36,29 @@ def couplings_by_token(
         column = tl.sum(kq * key[None, :], 1)
         X = tl.where((r[None, :] == i) & (rt[:, None] >= i), column[:, None], X)
         if SCALAR_GATE:
-            decay = tl.exp(
-                log_decay(tl.load(g + i * g_token, mask=inside, other=0.0), rate, bias, LOWER_BOUND, USE_GATE)
-            )
+            raw = tl.load(g + i * g_token, mask=inside, other=0.0)
         else:
-            raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)
-            decay = tl.exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE))[None, :]
+            raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)[None, :]
+        decay = tl.exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE))
         kq = tl.where(rt[:, None] >= i, kq * decay, kq)
     return X, kq
 
 
 @triton.jit
 def couplings_factored(
-    kq, g, g_token, length, rate, bias, r, rt, kk,
-    K: tl.constexpr, TP: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr,
-    EXACT_BF16: tl.constexpr,
+    key, query, g, g_token, length, rate, bias, t64, kk,
+    K: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, BF16_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The same in one product, ``(k exp G)(k exp -G)^T``: only for a gate whose bound proves that ``exp(-G)`` is finite."""
-    mask = (rt < length)[:, None] & (kk < K)[None, :]
-    raw = tl.load(g + (rt * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
+    """The same in one product, ``(k exp G)(k exp -G)^T``: only where the gate's bound proves ``exp(-G)`` finite."""
+    mask = (t64 < length)[:, None] & (kk < K)[None, :]
+    raw = tl.load(g + (t64 * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
     # Tokens past the row's end do not decay, or -G would leave the proven range.
-    gate = tl.where((rt < length)[:, None], log_decay(raw, rate, bias[None, :], LOWER_BOUND, USE_GATE), 0.0)
-    BK: tl.constexpr = gate.shape[1]
-    G = tl.reshape(tl.cumsum(tl.reshape(gate, (2, TP, BK)), 1), (2 * TP, BK))
-    a = kq * tl.exp(G)
-    keys = tl.where((r < TP)[:, None], kq * tl.exp(-G), 0.0)
-    # Either form is float32 quality; each shares the pieces of ``a`` with the product with the state that follows.
-    PRECISION: tl.constexpr = "bf16x6" if EXACT_BF16 else "tf32x3"
-    return tl.dot(a, tl.trans(keys), input_precision=PRECISION), a
+    gate = tl.where((t64 < length)[:, None], log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE), 0.0)
+    G = tl.cumsum(gate, 0)
+    decay = tl.exp(G)
+    a = stack(key * decay, query * decay)
+    keys = tl.trans(stack(key * tl.exp(-G), tl.zeros_like(key)))
+    return (product_bf16(a, keys) if BF16_PIECES else product_tf32(a, keys)), a
 
 
 @triton.jit
@@ -139,7 +126,8 @@ def verify_kernel(
             zero_tokens(o, u, token, token + length, TP, head, HV, V, TP, BLOCK_V)
             return
 
-    EXACT_BF16: tl.constexpr = state.dtype.element_ty == tl.bfloat16
+    BF16_POOL: tl.constexpr = state.dtype.element_ty == tl.bfloat16
+    t = tl.arange(0, TP).to(tl.int64)
     r = tl.arange(0, 2 * TP)
     rt = r % TP
     kk = tl.arange(0, BK)
@@ -150,22 +138,23 @@ def verify_kernel(
     g += where * g_row + start * g_token + head * g_head
     beta += where * beta_row + start * beta_token + head * beta_head
 
-    t64 = rt.to(tl.int64)
-    mask = (rt < length)[:, None] & (kk < K)[None, :]
-    rows = tl.where(is_key, k + t64 * k_token, q + t64 * q_token)
-    kq = tl.load(rows[:, None] + kk[None, :], mask=mask, other=0.0).to(tl.float32)
-    kq = kq * (unit_scale(kq, 1, USE_L2NORM) * tl.where(is_key, 1.0, SCALE))[:, None]
+    mask = (t < length)[:, None] & (kk < K)[None, :]
+    key = tl.load(k + (t * k_token)[:, None] + kk[None, :], mask=mask, other=0.0).to(tl.float32)
+    query = tl.load(q + (t * q_token)[:, None] + kk[None, :], mask=mask, other=0.0).to(tl.float32)
+    key = key * unit_scale(key, 1, USE_L2NORM)[:, None]
+    query = query * (unit_scale(query, 1, USE_L2NORM) * SCALE)[:, None]
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
     if FACTORED:
         X, a = couplings_factored(
-            kq, g, g_token, length, rate, bias + tl.zeros((BK,), tl.float32), r, t64, kk, K, TP, LOWER_BOUND, USE_GATE,
-            EXACT_BF16,
-        )  # fmt: skip
+            key, query, g, g_token, length, rate, bias, t, kk, K, LOWER_BOUND, USE_GATE, BF16_POOL
+        )
     else:
         X, a = couplings_by_token(
-            kq, k, g, k_token, g_token, length, rate, bias, r, rt, kk, K, T, TP, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE
+            stack(key, query), k, g, k_token, g_token, length, rate, bias, r, rt, kk,
+            K, T, TP, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE,
         )  # fmt: skip
 
+    t64 = rt.to(tl.int64)
     b = tl.load(beta + t64 * beta_token, mask=is_key & (rt < length), other=0.0)
     b = tl.where(is_key, step_size(b, USE_SIGMOID, NEG_EIGVAL), 0.0)
     # Row t of L is beta_t c_t (i < t); row TP + t is -d_t (i <= t).
@@ -174,9 +163,6 @@ def verify_kernel(
     inverse = invert_unit_lower(L, r, T, TP)
 
     pool = state + slot * state_slot + head * state_head
-    if EXACT_BF16:
-        # The state is exact in bf16; three bf16 pieces of the other operand keep the product at float32 quality.
-        high, middle, low = three_pieces(a)
     out_row = ((token + t64) * HV + head) * V
     for v0 in tl.range(0, V, BV, num_stages=STAGES):
         vv = v0 + tl.arange(0, BV)
@@ -190,16 +176,11 @@ def verify_kernel(
             mask=(is_key & (rt < length))[:, None] & (vv < V)[None, :],
             other=0.0,
         ).to(tl.float32)
-        if EXACT_BF16:
-            PR = tl.dot(low, tl.trans(S))
-            PR = tl.dot(middle, tl.trans(S), PR)
-            PR = tl.dot(high, tl.trans(S), PR)
-        else:
-            PR = tl.dot(a, tl.trans(S.to(tl.float32)), input_precision="tf32x3")
+        PR = product_exact_bf16(a, tl.trans(S)) if BF16_POOL else product_tf32(a, tl.trans(S))
         target = tl.where(is_key[:, None], b[:, None] * (values - PR), 0.0)
         result = tl.where(is_key[:, None], 0.0, PR)
         if TP >= 8:
-            result = tl.dot(inverse, target, result, input_precision="tf32x3")
+            result += product_tf32(inverse, target)
         else:
             # Fewer rows than the matrix unit's shortest contraction.
             result += tl.sum(inverse[:, :, None] * target[None, :, :], 1)
