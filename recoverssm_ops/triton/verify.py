@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from recoverssm_ops.triton.gates import gate_parameters, log_decay, row_span, step_size, unit_scale
-from recoverssm_ops.triton.products import product_bf16, product_exact_bf16, product_tf32, stack
+from recoverssm_ops.triton.products import product_bf16, product_exact_bf16, product_tf32
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def couplings_by_token(
 
 @triton.jit
 def couplings_factored(
-    key, query, g, g_token, length, rate, bias, t64, kk,
+    kq, g, g_token, length, rate, bias, t64, kk,
     K: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, BF16_PIECES: tl.constexpr,
 ):  # fmt: skip
     """The same in one product, ``(k exp G)(k exp -G)^T``: only where the gate's bound proves ``exp(-G)`` finite."""
@@ -55,9 +55,10 @@ def couplings_factored(
     # Tokens past the row's end do not decay, or -G would leave the proven range.
     gate = tl.where((t64 < length)[:, None], log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE), 0.0)
     G = tl.cumsum(gate, 0)
-    decay = tl.exp(G)
-    a = stack(key * decay, query * decay)
-    keys = tl.trans(stack(key * tl.exp(-G), tl.zeros_like(key)))
+    SHAPE: tl.constexpr = (2 * kq.shape[1], kq.shape[2])
+    a = tl.reshape(kq * tl.exp(G)[None, :, :], SHAPE)
+    is_key = (tl.arange(0, 2) == 0)[:, None, None]
+    keys = tl.trans(tl.reshape(tl.where(is_key, kq * tl.exp(-G)[None, :, :], 0.0), SHAPE))
     return (product_bf16(a, keys) if BF16_PIECES else product_tf32(a, keys)), a
 
 
@@ -138,19 +139,20 @@ def verify_kernel(
     g += where * g_row + start * g_token + head * g_head
     beta += where * beta_row + start * beta_token + head * beta_head
 
-    mask = (t < length)[:, None] & (kk < K)[None, :]
-    key = tl.load(k + (t * k_token)[:, None] + kk[None, :], mask=mask, other=0.0).to(tl.float32)
-    query = tl.load(q + (t * q_token)[:, None] + kk[None, :], mask=mask, other=0.0).to(tl.float32)
-    key = key * unit_scale(key, 1, USE_L2NORM)[:, None]
-    query = query * (unit_scale(query, 1, USE_L2NORM) * SCALE)[:, None]
+    # One tile [2, TP, BK], keys before queries: what depends on the token alone is computed once for both.
+    half = tl.arange(0, 2)[:, None]
+    rows = tl.where(half == 0, k + (t * k_token)[None, :], q + (t * q_token)[None, :])
+    mask = (t < length)[None, :, None] & (kk < K)[None, None, :]
+    kq = tl.load(rows[:, :, None] + kk[None, None, :], mask=mask, other=0.0).to(tl.float32)
+    kq = kq * (unit_scale(kq, 2, USE_L2NORM) * tl.where(half == 0, 1.0, SCALE))[:, :, None]
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
     if FACTORED:
         X, a = couplings_factored(
-            key, query, g, g_token, length, rate, bias, t, kk, K, LOWER_BOUND, USE_GATE, BF16_POOL
+            kq, g, g_token, length, rate, bias, t, kk, K, LOWER_BOUND, USE_GATE, BF16_POOL
         )
     else:
         X, a = couplings_by_token(
-            stack(key, query), k, g, k_token, g_token, length, rate, bias, r, rt, kk,
+            tl.reshape(kq, (2 * TP, BK)), k, g, k_token, g_token, length, rate, bias, r, rt, kk,
             K, T, TP, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE,
         )  # fmt: skip
 
