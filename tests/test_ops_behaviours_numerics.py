@@ -108,6 +108,17 @@ def test_b02_strong_gates_stay_finite_and_right(device, gate, shift, scalar):
     check_window(window)
 
 
+@pytest.mark.parametrize("T", [8, 16])
+def test_b02_bounded_gate_strong_then_weak(device, T):
+    """Half a window near the bound, then hardly any decay: the late tokens' couplings are differences of large sums."""
+    window = make_window(3, T, key_dim=24, value_dim=16, device=device)
+    window = window.with_inputs(
+        g=torch.where(torch.arange(T) < T // 2, 6.0, -4.0).view(1, T, 1, 1).to(device) + window.g
+    )
+    window.options |= {"A_log": None, "dt_bias": None}
+    check_window(window)
+
+
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_b02_repeated_keys_do_not_cancel(device, beta):
     """All keys equal, no decay, full or double step: a power series for the inverse loses every digit here.
