@@ -235,7 +235,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     console.print(Panel(stream.text, title="prompt (dim) and continuation (green: accepted drafts)"))
     longest = max(map(len, prompts)) + options.tokens + 1 + options.drafts
     report = explain_rewrite(model, options, longest)
-    console.print(str(report), markup=False, highlight=False)
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     console.print(summary(results, f"{report.matched} of {report.matched + report.refused}", model, options))
     if options.temperature > 0:
         console.print("Sampled texts agree in distribution only, so they are not compared.")
