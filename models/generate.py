@@ -10,6 +10,7 @@ import argparse
 import codecs
 import os
 import sys
+import threading
 from pathlib import Path
 
 # Read when torch is imported: the profiler that measures memory would announce itself on the terminal.
@@ -114,18 +115,22 @@ class Stream:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=console)
         self.task = self.progress.add_task("compiling", total=total)
-        # Rendering per byte would take longer than decoding.
-        self.live = Live(console=console, refresh_per_second=8, get_renderable=self.render, transient=True)
+        # Drawn by a thread a few times a second: drawing every byte would take longer than decoding it. The lock is for
+        # rich's Text, whose reading joins its parts in place.
+        self.lock = threading.Lock()
+        self.live = Live(console=console, refresh_per_second=4, get_renderable=self.render, transient=True)
 
     def render(self) -> Group:
-        lines = self.text.split("\n", allow_blank=True)[-self.lines :]
+        with self.lock:
+            lines = self.text.split("\n", allow_blank=True)[-self.lines :]
         return Group(Panel(Text("\n").join(lines), title=self.title), self.progress)
 
     def on_emit(self, request: int, tokens: bytes) -> None:
         self.progress.update(self.task, advance=len(tokens), description="decoding")
         if request == 0:
-            self.text.append(self.decoder.decode(tokens[:-1]), style="green")
-            self.text.append(self.decoder.decode(tokens[-1:]))
+            with self.lock:
+                self.text.append(self.decoder.decode(tokens[:-1]), style="green")
+                self.text.append(self.decoder.decode(tokens[-1:]))
 
 
 def explain_rewrite(model: KDAForCausalLM, options: argparse.Namespace, max_length: int) -> compile_passes.Report:
@@ -230,7 +235,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     console.print(Panel(stream.text, title="prompt (dim) and continuation (green: accepted drafts)"))
     longest = max(map(len, prompts)) + options.tokens + 1 + options.drafts
     report = explain_rewrite(model, options, longest)
-    console.print(str(report), markup=False, highlight=False)
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     console.print(summary(results, f"{report.matched} of {report.matched + report.refused}", model, options))
     if options.temperature > 0:
         console.print("Sampled texts agree in distribution only, so they are not compared.")

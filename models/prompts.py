@@ -8,7 +8,7 @@ from pathlib import Path
 from models.corpus import HELD_OUT, read_source
 
 # The first request's module, then the others in a fixed order.
-FIRST = "textwrap.py"
+FIRST = "dataclasses.py"
 
 
 def held_out_prompts(count: int, length: int, root: Path | None = None) -> list[bytes]:

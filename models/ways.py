@@ -85,6 +85,7 @@ def run_way(
         if device.type == "cuda":
             # A step is far shorter than its launches, so its speed is a graph's speed. The memory was measured without:
             # a graph's private pool would hide when its tensors live.
+            torch.compiler.reset()
             started = time.perf_counter()
             options = {"triton.cudagraphs": True}
             compiled = compile_step(step, backend=way.backend, fullgraph=True, dynamic=False, options=options)
