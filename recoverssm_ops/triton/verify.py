@@ -147,9 +147,7 @@ def verify_kernel(
     kq = kq * (unit_scale(kq, 2, USE_L2NORM) * tl.where(half == 0, 1.0, SCALE))[:, :, None]
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
     if FACTORED:
-        X, a = couplings_factored(
-            kq, g, g_token, length, rate, bias, t, kk, K, LOWER_BOUND, USE_GATE, BF16_POOL
-        )
+        X, a = couplings_factored(kq, g, g_token, length, rate, bias, t, kk, K, LOWER_BOUND, USE_GATE, BF16_POOL)
     else:
         X, a = couplings_by_token(
             tl.reshape(kq, (2 * TP, BK)), k, g, k_token, g_token, length, rate, bias, r, rt, kk,
