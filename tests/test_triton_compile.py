@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs this machine does not have: no spilled register, no float64, shared memory that fits."""
+"""The kernels compiled for GPUs this machine does not have: no spills, no float64, shared memory that fits."""
 
 import os
 

@@ -1,7 +1,7 @@
 """CUDA implementations of the raw operators: pick the kernel's shape, pass strides, launch on the current stream.
 
-Nothing here depends on values: no host synchronisation, no autotuning, the same launch for the same shapes. Only activations
-that are not contiguous in their last axis are copied, never a pool.
+Nothing here depends on values: no host synchronisation, no autotuning, the same launch for the same shapes. Only
+activations that are not contiguous in their last axis are copied, never a pool.
 """
 
 import contextlib
@@ -26,16 +26,14 @@ def verify_config(window: int, key_dim: int, value_dim: int, element_size: int) 
     TP = max(4, triton.next_power_of_2(window))
     BK = max(16, triton.next_power_of_2(key_dim))
     warps = max(1, min(8, max(2 * TP * BK // 1024, BK // 64)))
-    if _is_large(window, key_dim):
-        BV = 16
-    else:
-        BV = 32 if warps < 4 or BK * element_size >= 1024 else 64
-    BV = min(BV, max(16, triton.next_power_of_2(value_dim)))
-    return {"TP": TP, "BK": BK, "BV": BV, "STAGES": 1 if _is_large(window, key_dim) else 2, "num_warps": warps}
+    large = _is_large(window, key_dim)
+    wide = warps >= 4 and BK * element_size < 1024 and not large
+    BV = min(64 if wide else 16 if large else 32, max(16, triton.next_power_of_2(value_dim)))
+    return {"TP": TP, "BK": BK, "BV": BV, "STAGES": 1 if large else 2, "num_warps": warps}
 
 
 def commit_config(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Tile sizes and warps of the commit kernel: 64 float32 state elements a lane leave room to load one token ahead."""
+    """Tile sizes and warps of the commit kernel: 64 state elements a lane leave room to load one token ahead."""
     BK = max(16, triton.next_power_of_2(key_dim))
     BV = min(max(16, 2048 // BK), triton.next_power_of_2(value_dim))
     return {"BK": BK, "BV": BV, "num_warps": max(1, BK * BV // 2048)}
@@ -192,7 +190,7 @@ def _walk(
     use_qk_l2norm_in_kernel: bool,
     use_gate_in_kernel: bool,
 ) -> None:
-    """Launch the commit kernel. Without ``source`` and ``dest`` row b goes from row b of one tensor to row b of the other."""
+    """Launch the commit kernel. Without ``source`` and ``dest``, row b of one tensor goes to row b of the other."""
     batch, columns = plan_shape
     heads, (value_heads, value_dim, key_dim) = k.shape[2], dest_state.shape[1:]
     if batch * columns * dest_state.numel() == 0:
