@@ -82,7 +82,8 @@ def compile_verify(
     signature.pop("beta_head")
     constants |= {
         "beta_head": 1, "H": 8, "HV": 8 * groups, "K": K, "V": V, "T": T, "BLOCK_V": triton.next_power_of_2(V),
-        "SCALE": K**-0.5, "LOWER_BOUND": -5.0 if factored else 0.0, "SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_L2NORM": True,
+        "SCALE": K**-0.5,
+        "LOWER_BOUND": -5.0 if factored else 0.0, "SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_L2NORM": True,
         "USE_GATE": True, "USE_SIGMOID": True, "NEG_EIGVAL": False, **config,
     }  # fmt: skip
     return compile_kernel(verify_kernel, signature, constants, arch, warps)
@@ -109,7 +110,8 @@ def compile_commit(
         constants["g_head"] = 1
     constants |= {
         "source_row": 1, "dest_row": columns, "dest_column": 1, "length_row": columns, "length_column": 1,
-        "H": 8, "HV": 8, "K": K, "V": V, "T": T, "M": columns, "LOWER_BOUND": -5.0 if bounded else 0.0, "SCALAR_GATE": scalar_gate,
+        "H": 8, "HV": 8, "K": K, "V": V, "T": T, "M": columns,
+        "LOWER_BOUND": -5.0 if bounded else 0.0, "SCALAR_GATE": scalar_gate,
         "USE_L2NORM": True, "USE_GATE": True, "IN_PLACE": in_place, **config,
     }  # fmt: skip
     return compile_kernel(commit_kernel, signature, constants, arch, warps)

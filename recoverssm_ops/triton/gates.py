@@ -1,7 +1,8 @@
 """What verify and commit share: one gate, one normalisation, one step size, one notion of where a row's tokens are.
 
 The Triton twin of ``recoverssm_ops/gates.py`` (formulas: docs/design.md, section 2). A second spelling of the gate
-would let the committed state drift away from the verified outputs unseen, so both kernels call these functions. All float32.
+would let the committed state drift away from the verified outputs unseen, so both kernels call these functions. All
+float32.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """The verify kernel: one program per row and value head, one read of the checkpoint for the whole window.
 
 Keys and queries are stacked into one tile of ``2 * TP`` rows (``TP``: the window padded to a power of two): row t is
-token t's key, row ``TP + t`` its query. With ``a`` that tile times ``exp(G_t)``, one product with the state gives P and R
-at once, and the window's equations (docs/design.md, section 2) become one unit lower triangular system,
+token t's key, row ``TP + t`` its query. With ``a`` that tile times ``exp(G_t)``, one product with the state gives P
+and R at once, and the window's equations (docs/design.md, section 2) become one unit lower triangular system,
 
     L [U; O] = [beta (V - P); R],    L = [[I + beta c, 0], [-d, I]],
 
