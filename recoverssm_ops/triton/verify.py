@@ -157,9 +157,8 @@ def verify_kernel(
     t64 = rt.to(tl.int64)
     b = tl.load(beta + t64 * beta_token, mask=is_key & (rt < length), other=0.0)
     b = tl.where(is_key, step_size(b, USE_SIGMOID, NEG_EIGVAL), 0.0)
-    # Row t of L is beta_t c_t (i < t); row TP + t is -d_t (i <= t).
-    lower = (r[None, :] < TP) & tl.where(is_key[:, None], rt[:, None] > r[None, :], rt[:, None] >= r[None, :])
-    L = tl.where(lower, X * tl.where(is_key, b, -1.0)[:, None], 0.0)
+    # Row t of L is beta_t c_t (i < t, the inverse reads no others); row TP + t is -d_t (i <= t).
+    L = tl.where(rt[:, None] >= r[None, :], X * tl.where(is_key, b, -1.0)[:, None], 0.0)
     inverse = invert_unit_lower(L, r, T, TP)
 
     pool = state + slot * state_slot + head * state_head
