@@ -96,8 +96,7 @@ def commit_kernel(
     while i < longest:
         unit = key.to(tl.float32)
         unit = unit * unit_scale(unit, 0, USE_L2NORM)
-        raw_gate = gate if SCALAR_GATE else gate[None, :]
-        decay = tl.exp(log_decay(raw_gate, rate, bias, LOWER_BOUND, USE_GATE))
+        decay = tl.exp(log_decay(gate, rate, bias, LOWER_BOUND, USE_GATE))
         step = correction
         i += 1
         key = tl.load(k + i * k_token, mask=(kk < K) & (i < longest), other=0.0)
@@ -106,7 +105,7 @@ def commit_kernel(
             gate = tl.load(g + i * g_token, mask=i < longest, other=0.0)
         else:
             gate = tl.load(g + i * g_token, mask=(kk < K) & (i < longest), other=0.0)
-        S = S * decay + step[:, None] * unit[None, :]
+        S = S * (decay if SCALAR_GATE else decay[None, :]) + step[:, None] * unit[None, :]
         if M > 1:
             for m in tl.static_range(M):
                 to, n, written = plan_column(

@@ -45,14 +45,14 @@ def log_decay(g, rate, bias, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr):
 
 @triton.jit
 def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.constexpr):
-    """Rate ``exp(A_log)`` (a scalar) and bias (``[1, BK]``, or a scalar for the scalar gate) of one value head."""
+    """Rate ``exp(A_log)`` (a scalar) and bias (``[BK]``, or a scalar for the scalar gate) of one value head."""
     rate = 1.0 if A_log is None else tl.exp(tl.load(A_log + head).to(tl.float32))
     if dt_bias is None:
         bias = 0.0
     elif SCALAR_GATE:
         bias = tl.load(dt_bias + head).to(tl.float32)
     else:
-        bias = tl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(tl.float32)
     return rate, bias
 
 

@@ -38,9 +38,9 @@ def couplings_by_token(
         if SCALAR_GATE:
             raw = tl.load(g + i * g_token, mask=inside, other=0.0)
         else:
-            raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)[None, :]
+            raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)
         decay = tl.exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE))
-        kq = tl.where(rt[:, None] >= i, kq * decay, kq)
+        kq = tl.where(rt[:, None] >= i, kq * (decay if SCALAR_GATE else decay[None, :]), kq)
     return X, kq
 
 
