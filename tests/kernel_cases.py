@@ -1,5 +1,6 @@
 """Cases of the Triton kernels' tests, shared by the interpreter (CPU) and the GPU: inputs, oracle, checks."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,7 @@ GUARD = 7.0
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and setting. ``lengths`` (packed rows) excludes a dense batch; ``padding`` names rows without a slot."""
+    """One shape and setting. ``lengths`` makes it a packed batch; ``padding`` names rows without a slot."""
 
     name: str
     T: int
@@ -224,7 +225,7 @@ def build(case: Case, device: str, data: torch.dtype, pool: torch.dtype, seed: i
     inputs = Inputs(
         case, *(x.to(data) for x in (q, k, v, g, beta)), state, storage,
         None if case.slots == "none" else torch.tensor(slot_list, dtype=case.index_dtype), slot_list,
-        torch.tensor([0, *torch.tensor(case.lengths).cumsum(0).tolist()], dtype=case.index_dtype) if case.lengths else None,
+        torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=case.index_dtype) if case.lengths else None,
         A_log, dt_bias, lower_bound, case.K**-0.5,
         {"gate": use_gate, "sigmoid": case.beta in ("sigmoid", "doubled"), "doubled": case.beta == "doubled"},
     )  # fmt: skip
@@ -278,7 +279,7 @@ def _expected_outputs(inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def check_states(inputs: Inputs, u: Tensor, num_accepted: list[int]) -> None:
     """Commit in place and recover: states within the budget, everything else in the pool bit-identical."""
-    case, dtype = inputs.case, inputs.state.dtype
+    case = inputs.case
     before = inputs.storage.clone()
     old = before.as_strided(inputs.state.shape, inputs.state.stride(), inputs.state.storage_offset())
     states = {

@@ -1,4 +1,4 @@
-"""What the kernels must do beyond parity, each as a function of (device, pool dtype): run by the interpreter and the GPU."""
+"""What the kernels must do beyond parity, each a function of (device, pool dtype), for the interpreter and the GPU."""
 
 import torch
 from budget import assert_within_budget
@@ -27,7 +27,7 @@ def window(device: str, pool: torch.dtype, **changed) -> Inputs:
 
 
 def several_columns(device: str, pool: torch.dtype) -> None:
-    """A plan with three columns; the source is one of the destinations; a column repeats; lengths beyond the row are clamped."""
+    """Three columns, the source among the destinations; lengths beyond the row are clamped."""
     x = window(device, pool)
     _, u = x.verify()
     before = x.state.clone()

@@ -1,6 +1,7 @@
-"""The Triton kernels on the CPU, through Triton's interpreter: float32 and float16 (the interpreter computes bf16 wrongly).
+"""The Triton kernels on the CPU, through Triton's interpreter: float32 and float16 (it computes bf16 wrongly).
 
-The interpreter is chosen by an environment variable when Triton is first imported, so these tests run in a process of their own.
+The interpreter is chosen by an environment variable when Triton is first imported, so these tests run in a process of
+their own.
 """
 
 import os

@@ -34,7 +34,7 @@ def _ptxas(arch: int) -> str:
 
 
 def compile_kernel(kernel, signature: dict[str, str], constants: dict, arch: int, num_warps: int = 1) -> Compiled:
-    """``signature`` gives the types of the run-time arguments; every other argument takes its value from ``constants``."""
+    """``signature`` gives the types of run-time arguments; every other argument takes its value from ``constants``."""
     types, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         types[name] = signature.get(name, "constexpr")
@@ -81,7 +81,8 @@ def compile_verify(
         constants["g_head"] = 1
     signature.pop("beta_head")
     constants |= {
-        "beta_head": 1, "H": 8, "HV": 8 * groups, "K": K, "V": V, "T": T, "BLOCK_V": triton.next_power_of_2(V), "SCALE": K**-0.5,
+        "beta_head": 1, "H": 8, "HV": 8 * groups, "K": K, "V": V, "T": T, "BLOCK_V": triton.next_power_of_2(V),
+        "SCALE": K**-0.5,
         "LOWER_BOUND": -5.0 if factored else 0.0, "SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_L2NORM": True,
         "USE_GATE": True, "USE_SIGMOID": True, "NEG_EIGVAL": False, **config,
     }  # fmt: skip
@@ -108,8 +109,9 @@ def compile_commit(
         signature.pop("g_head")
         constants["g_head"] = 1
     constants |= {
-        "source_row": 1, "dest_row": columns, "dest_column": 1, "length_row": columns, "length_column": 1, "H": 8, "HV": 8,
-        "K": K, "V": V, "T": T, "M": columns, "LOWER_BOUND": -5.0 if bounded else 0.0, "SCALAR_GATE": scalar_gate,
+        "source_row": 1, "dest_row": columns, "dest_column": 1, "length_row": columns, "length_column": 1,
+        "H": 8, "HV": 8, "K": K, "V": V, "T": T, "M": columns,
+        "LOWER_BOUND": -5.0 if bounded else 0.0, "SCALAR_GATE": scalar_gate,
         "USE_L2NORM": True, "USE_GATE": True, "IN_PLACE": in_place, **config,
     }  # fmt: skip
     return compile_kernel(commit_kernel, signature, constants, arch, warps)

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA tensors: ``launch.py`` has the operators' CUDA implementations. Imported on their first call."""
+"""Triton kernels for CUDA tensors, imported on the first call: ``launch.py`` implements the operators."""

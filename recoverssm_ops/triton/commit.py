@@ -1,7 +1,8 @@
 """The commit kernel: one program per row, value head and tile of V walks the accepted tokens from the checkpoint.
 
-The arithmetic is the recurrence's own, ``S <- S exp(g) + u k^T``, through the same gate and norm as verify. The states asked for
-are stored on the way, so any number of plan columns costs one walk. Tokens past the longest column are never loaded.
+The arithmetic is the recurrence's own, ``S <- S exp(g) + u k^T``, through the same gate and norm as verify. The states
+asked for are stored on the way, so any number of plan columns costs one walk. Tokens past the longest column are never
+loaded.
 """
 
 import triton
@@ -66,10 +67,7 @@ def commit_kernel(
     v64 = vv.to(tl.int64)
     source_tile = (source_state + slot * source_slot + head * source_head + v64 * source_v)[:, None] + kk[None, :]
     dest_state += head * dest_head
-    if V % BV == 0 and K == BK:
-        raw = tl.load(source_tile)
-    else:
-        raw = tl.load(source_tile, mask=inside, other=0.0)
+    raw = tl.load(source_tile) if V % BV == 0 and K == BK else tl.load(source_tile, mask=inside, other=0.0)
     for m in tl.static_range(M):
         to, n, written = plan_column(
             dest, length, row, m, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
@@ -98,8 +96,7 @@ def commit_kernel(
     while i < longest:
         unit = key.to(tl.float32)
         unit = unit * unit_scale(unit, 0, USE_L2NORM)
-        raw_gate = gate if SCALAR_GATE else gate[None, :]
-        decay = tl.exp(log_decay(raw_gate, rate, bias, LOWER_BOUND, USE_GATE))
+        decay = tl.exp(log_decay(gate, rate, bias, LOWER_BOUND, USE_GATE))
         step = correction
         i += 1
         key = tl.load(k + i * k_token, mask=(kk < K) & (i < longest), other=0.0)
@@ -108,11 +105,12 @@ def commit_kernel(
             gate = tl.load(g + i * g_token, mask=i < longest, other=0.0)
         else:
             gate = tl.load(g + i * g_token, mask=(kk < K) & (i < longest), other=0.0)
-        S = S * decay + step[:, None] * unit[None, :]
+        S = S * (decay if SCALAR_GATE else decay[None, :]) + step[:, None] * unit[None, :]
         if M > 1:
             for m in tl.static_range(M):
                 to, n, written = plan_column(
-                    dest, length, row, m, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
+                    dest, length, row, m, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id,
+                    IN_PLACE,
                 )  # fmt: skip
                 if written & (n == i):
                     store_state(dest_state + to * dest_slot, S, vv, kk, dest_v, V, K)

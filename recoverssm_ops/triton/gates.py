@@ -1,7 +1,8 @@
 """What verify and commit share: one gate, one normalisation, one step size, one notion of where a row's tokens are.
 
-The Triton twin of ``recoverssm_ops/gates.py`` (formulas: docs/design.md, section 2). A second spelling of the gate would let
-the committed state drift away from the verified outputs unseen, so both kernels call these functions. All float32.
+The Triton twin of ``recoverssm_ops/gates.py`` (formulas: docs/design.md, section 2). A second spelling of the gate
+would let the committed state drift away from the verified outputs unseen, so both kernels call these functions. All
+float32.
 """
 
 import triton
@@ -16,8 +17,8 @@ _EPS = tl.constexpr(L2NORM_EPS)
 def softplus(x):
     """``log(1 + exp(x))`` to float32 accuracy, also where it is tiny.
 
-    The hardware logarithm has a fixed absolute error, which the rate ``exp(A_log)`` would amplify; so log1p(z), z in (0, 1], is
-    ``2 atanh(s)`` with ``s = z / (2 + z) <= 1/3``, whose series has converged after eight terms.
+    The hardware logarithm has a fixed absolute error, which the rate ``exp(A_log)`` would amplify; so log1p(z), z in
+    (0, 1], is ``2 atanh(s)`` with ``s = z / (2 + z) <= 1/3``, whose series has converged after eight terms.
     """
     z = tl.exp(-tl.abs(x))
     s = z / (2.0 + z)
@@ -34,30 +35,24 @@ def softplus(x):
 
 @triton.jit
 def log_decay(g, rate, bias, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr):
-    """Log decay of raw gates ``g``; ``rate`` and ``bias`` broadcast against it. ``LOWER_BOUND == 0``: the unbounded gate."""
+    """Log decay of raw gates ``g``; ``rate`` and ``bias`` broadcast. ``LOWER_BOUND == 0``: the unbounded gate."""
     g = g.to(tl.float32)
     if USE_GATE:
         x = g + bias
-        if LOWER_BOUND == 0.0:
-            g = -rate * softplus(x)
-        else:
-            g = LOWER_BOUND * tl.sigmoid(rate * x)
+        g = -rate * softplus(x) if LOWER_BOUND == 0.0 else LOWER_BOUND * tl.sigmoid(rate * x)
     return g
 
 
 @triton.jit
 def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.constexpr):
     """Rate ``exp(A_log)`` (a scalar) and bias (``[BK]``, or a scalar for the scalar gate) of one value head."""
-    if A_log is None:
-        rate = 1.0
-    else:
-        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    rate = 1.0 if A_log is None else tl.exp(tl.load(A_log + head).to(tl.float32))
     if dt_bias is None:
         bias = 0.0
     elif SCALAR_GATE:
         bias = tl.load(dt_bias + head).to(tl.float32)
     else:
-        bias = tl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(tl.float32)
     return rate, bias
 
 
@@ -80,7 +75,7 @@ def step_size(beta, USE_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
 
 @triton.jit
 def row_span(cu_seqlens, row, num_tokens, T: tl.constexpr):
-    """Where row ``row`` lives: batch index, first token, number of tokens (64-bit, so that products with strides are)."""
+    """Where a row lives: batch index, first token, number of tokens. 64-bit, so that products with strides are."""
     zero = row * 0
     if cu_seqlens is None:
         batch, start, length = row, zero, zero + T

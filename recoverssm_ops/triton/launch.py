@@ -1,7 +1,7 @@
 """CUDA implementations of the raw operators: pick the kernel's shape, pass strides, launch on the current stream.
 
-Nothing here depends on values: no host synchronisation, no autotuning, the same launch for the same shapes. Only activations that are
-not contiguous in their last axis are copied, never a pool.
+Nothing here depends on values: no host synchronisation, no autotuning, the same launch for the same shapes. Only
+activations that are not contiguous in their last axis are copied, never a pool.
 """
 
 import contextlib
@@ -20,24 +20,28 @@ MAX_FACTORED_EXPONENT = 80.0
 def verify_config(window: int, key_dim: int, value_dim: int, element_size: int) -> dict[str, int]:
     """Tile sizes, warps and stages of the verify kernel.
 
-    The serial part of a program is latency, so many small programs beat few large ones: as few warps as hold the ``[2 TP, BK]``
-    operand and its pieces in registers. A float32 state needs more pieces than a 16-bit one.
+    The serial part of a program is latency, so many small programs beat few large ones: as few warps as hold the
+    ``[2 TP, BK]`` operand and its pieces in registers without spilling.
     """
     TP = max(4, triton.next_power_of_2(window))
     BK = max(16, triton.next_power_of_2(key_dim))
-    elements = 2 * TP * BK
-    warps = 1 if elements <= 512 else max(1, min(4, elements * (1 if element_size == 2 and TP < 16 else 2) // 2048))
-    BV = min(
-        16 if element_size == 4 and warps == 1 else 32 if warps < 4 else 64, max(16, triton.next_power_of_2(value_dim))
-    )
-    return {"TP": TP, "BK": BK, "BV": BV, "STAGES": 2, "num_warps": warps}
+    warps = max(1, min(8, max(2 * TP * BK // 1024, BK // 64)))
+    large = _is_large(window, key_dim)
+    wide = warps >= 4 and BK * element_size < 1024 and not large
+    BV = min(64 if wide else 16 if large else 32, max(16, triton.next_power_of_2(value_dim)))
+    return {"TP": TP, "BK": BK, "BV": BV, "STAGES": 1 if large else 2, "num_warps": warps}
 
 
 def commit_config(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Tile sizes and warps of the commit kernel: 128 float32 state elements a lane."""
+    """Tile sizes and warps of the commit kernel: 64 state elements a lane leave room to load one token ahead."""
     BK = max(16, triton.next_power_of_2(key_dim))
-    BV = min(max(16, 4096 // BK), triton.next_power_of_2(max(value_dim, 1)))
-    return {"BK": BK, "BV": BV, "num_warps": max(1, min(4, BK * BV // 4096))}
+    BV = min(max(16, 2048 // BK), triton.next_power_of_2(value_dim))
+    return {"BK": BK, "BV": BV, "num_warps": max(1, BK * BV // 2048)}
+
+
+def _is_large(window: int, key_dim: int) -> bool:
+    """Operands that leave little of the 99 KiB that a block can have on the smaller GPUs."""
+    return window > 8 and key_dim > 128
 
 
 def verify(
@@ -76,6 +80,7 @@ def verify(
         and not scalar_gate
         and lower_bound < 0
         and -lower_bound * window <= MAX_FACTORED_EXPONENT
+        and not _is_large(window, key_dim)
     )
     with _on_device(state):
         verify_kernel[(batch * value_heads,)](
@@ -185,7 +190,7 @@ def _walk(
     use_qk_l2norm_in_kernel: bool,
     use_gate_in_kernel: bool,
 ) -> None:
-    """Launch the commit kernel. Without ``source`` and ``dest`` row b goes from row b of one tensor to row b of the other."""
+    """Launch the commit kernel. Without ``source`` and ``dest``, row b of one tensor goes to row b of the other."""
     batch, columns = plan_shape
     heads, (value_heads, value_dim, key_dim) = k.shape[2], dest_state.shape[1:]
     if batch * columns * dest_state.numel() == 0:

@@ -1,7 +1,7 @@
 """Products at float32 quality on the matrix unit, whose operands are bf16 or tf32.
 
-An operand is cut into pieces of 8 (bf16) or 11 (tf32) significant bits by clearing low bits, which is exact: the next piece
-is the difference. Clearing is one integer instruction; rounding to bf16 twice per element costs more than the products do.
+An operand is cut into pieces of 8 (bf16) or 11 (tf32) significant bits by clearing low bits, which is exact: the next
+piece is the difference. Clearing is one integer instruction; a lone rounding to bf16 runs at a fraction of that rate.
 """
 
 import triton

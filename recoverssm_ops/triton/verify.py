@@ -1,8 +1,8 @@
 """The verify kernel: one program per row and value head, one read of the checkpoint for the whole window.
 
-Keys and queries are stacked into one tile of ``2 * TP`` rows (``TP``: the window padded to a power of two): row t is token t's
-key, row ``TP + t`` its query. With ``a`` that tile times ``exp(G_t)``, one product with the state gives P and R at once, and the
-window's equations (docs/design.md, section 2) become one unit lower triangular system,
+Keys and queries are stacked into one tile of ``2 * TP`` rows (``TP``: the window padded to a power of two): row t is
+token t's key, row ``TP + t`` its query. With ``a`` that tile times ``exp(G_t)``, one product with the state gives P
+and R at once, and the window's equations (docs/design.md, section 2) become one unit lower triangular system,
 
     L [U; O] = [beta (V - P); R],    L = [[I + beta c, 0], [-d, I]],
 
@@ -24,7 +24,7 @@ def couplings_by_token(
 ):  # fmt: skip
     """Couplings ``[2 TP, 2 TP]`` and ``a``, for any decay.
 
-    From the last token to the first, each later row is multiplied by one more decay, exactly as the recurrence would: nothing
+    From the last token to the first, each later row is multiplied by one more decay, as the recurrence would: nothing
     is subtracted and no exponent is positive, so nothing overflows and strong decays end in zeros.
     """
     X = tl.zeros((2 * TP, 2 * TP), dtype=tl.float32)
@@ -38,9 +38,9 @@ def couplings_by_token(
         if SCALAR_GATE:
             raw = tl.load(g + i * g_token, mask=inside, other=0.0)
         else:
-            raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)[None, :]
+            raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)
         decay = tl.exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE))
-        kq = tl.where(rt[:, None] >= i, kq * decay, kq)
+        kq = tl.where(rt[:, None] >= i, kq * (decay if SCALAR_GATE else decay[None, :]), kq)
     return X, kq
 
 
@@ -157,9 +157,8 @@ def verify_kernel(
     t64 = rt.to(tl.int64)
     b = tl.load(beta + t64 * beta_token, mask=is_key & (rt < length), other=0.0)
     b = tl.where(is_key, step_size(b, USE_SIGMOID, NEG_EIGVAL), 0.0)
-    # Row t of L is beta_t c_t (i < t); row TP + t is -d_t (i <= t).
-    lower = (r[None, :] < TP) & tl.where(is_key[:, None], rt[:, None] > r[None, :], rt[:, None] >= r[None, :])
-    L = tl.where(lower, X * tl.where(is_key, b, -1.0)[:, None], 0.0)
+    # Row t of L is beta_t c_t (i < t, the inverse reads no others); row TP + t is -d_t (i <= t).
+    L = tl.where(rt[:, None] >= r[None, :], X * tl.where(is_key, b, -1.0)[:, None], 0.0)
     inverse = invert_unit_lower(L, r, T, TP)
 
     pool = state + slot * state_slot + head * state_head
