@@ -14,6 +14,12 @@ def leading_bits(x, MASK: tl.constexpr):
 
 
 @triton.jit
+def nearest_tf32(x):
+    """``x`` rounded to tf32. What is left is half as large as after clearing the bits, and of either sign."""
+    return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def bf16_pieces(x):
     """Three bf16 tensors whose sum is exactly the float32 ``x``."""
     high = leading_bits(x, -65536)
@@ -47,13 +53,13 @@ def product_bf16(a, b):
 @triton.jit
 def product_tf32(a, b):
     """Both float32, as three tf32 products; or ``b`` float16, which is exact in tf32, as two."""
-    a_high = leading_bits(a, -8192)
+    a_high = nearest_tf32(a)
     a_low = a - a_high
     if b.dtype == tl.float16:
         b_high = b.to(tl.float32)
         result = tl.dot(a_low, b_high, input_precision="tf32")
     else:
-        b_high = leading_bits(b, -8192)
+        b_high = nearest_tf32(b)
         result = tl.dot(a_low, b_high, input_precision="tf32")
         result = tl.dot(a_high, b - b_high, result, input_precision="tf32")
     return tl.dot(a_high, b_high, result, input_precision="tf32")

@@ -15,6 +15,10 @@ import triton.language as tl
 from recoverssm_ops.triton.gates import gate_parameters, log_decay, row_span, step_size, unit_scale
 from recoverssm_ops.triton.products import product_bf16, product_exact_bf16, product_tf32
 
+# log2(e) as a float32 and the rest of it.
+_LOG2E = tl.constexpr(1.44269502162933349609375)
+_LOG2E_REST = tl.constexpr(1.925963033500011e-08)
+
 
 @triton.jit
 def couplings_by_token(
@@ -45,6 +49,24 @@ def couplings_by_token(
 
 
 @triton.jit
+def exp_of_sums(gate):
+    """``exp(G)`` and ``exp(-G)`` of the running sums of ``gate`` along the tokens, |G| <= 80, to float32 accuracy.
+
+    A float32 sum near -80 is only good to 4e-6, and so would be its exponential. In base 2 the sum is kept in two parts:
+    multiples of 2^-17, which add up exactly, and what is left of every term. Its integer part becomes an exponent by itself.
+    """
+    high = tl.fma(gate, tl.full(gate.shape, _LOG2E, tl.float32), 192.0) - 192.0
+    low = tl.fma(gate, tl.full(gate.shape, _LOG2E, tl.float32), -high) + gate * _LOG2E_REST
+    G = tl.cumsum(high, 0)
+    whole = (G + 12582912.0) - 12582912.0  # to the nearest integer: 1.5 * 2^23 leaves no bit for a fraction
+    part = (G - whole) + tl.cumsum(low, 0)
+    exponent = whole.to(tl.int32)
+    decay = ((exponent + 127) << 23).to(tl.float32, bitcast=True) * tl.exp2(part)
+    growth = ((127 - exponent) << 23).to(tl.float32, bitcast=True) * tl.exp2(-part)
+    return decay, growth
+
+
+@triton.jit
 def couplings_factored(
     kq, g, g_token, length, rate, bias, t64, kk,
     K: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, BF16_PIECES: tl.constexpr,
@@ -54,11 +76,11 @@ def couplings_factored(
     raw = tl.load(g + (t64 * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
     # Tokens past the row's end do not decay, or -G would leave the proven range.
     gate = tl.where((t64 < length)[:, None], log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE), 0.0)
-    G = tl.cumsum(gate, 0)
+    decay, growth = exp_of_sums(gate)
     SHAPE: tl.constexpr = (2 * kq.shape[1], kq.shape[2])
-    a = tl.reshape(kq * tl.exp(G)[None, :, :], SHAPE)
+    a = tl.reshape(kq * decay[None, :, :], SHAPE)
     is_key = (tl.arange(0, 2) == 0)[:, None, None]
-    keys = tl.trans(tl.reshape(tl.where(is_key, kq * tl.exp(-G)[None, :, :], 0.0), SHAPE))
+    keys = tl.trans(tl.reshape(tl.where(is_key, kq * growth[None, :, :], 0.0), SHAPE))
     return (product_bf16(a, keys) if BF16_PIECES else product_tf32(a, keys)), a
 
 
