@@ -97,6 +97,23 @@ def rejected_tokens_change_no_bit(device: str, pool: torch.dtype) -> None:
     assert torch.equal(bits(recovered), bits(dirty.recover(initial, bad["u"], length, k=bad["k"], g=bad["g"])))
 
 
+def later_tokens_do_not_reach_earlier_ones(device: str, pool: torch.dtype) -> None:
+    """NaN and infinity from token n on, in any input: outputs before n keep their bits, token n's are not finite."""
+    for gate in ("bounded", "unbounded"):
+        for name in ("q", "k", "v", "g", "beta"):
+            for garbage in (float("nan"), float("inf")):
+                x = window(device, pool, gate=gate)
+                expected = x.verify()
+                n = 3
+                spoiled = getattr(x, name).clone()
+                spoiled[:, n:] = garbage
+                actual = x.verify(**{name: spoiled})
+                for a, b in zip(actual, expected, strict=True):
+                    assert torch.equal(bits(a[:, :n]), bits(b[:, :n])), (gate, name, garbage)
+                if garbage != garbage:
+                    assert actual[0][:, n].isnan().all(), (gate, name)
+
+
 def two_launches_same_bits(device: str, pool: torch.dtype) -> None:
     x, y = window(device, pool, gate="bounded"), window(device, pool, gate="bounded")
     first, second = x.verify(), x.verify()
@@ -171,6 +188,7 @@ CHECKS = [
     in_place_equals_out_of_place,
     nothing_accepted_keeps_bits,
     rejected_tokens_change_no_bit,
+    later_tokens_do_not_reach_earlier_ones,
     two_launches_same_bits,
     input_strides,
     plan_strides,

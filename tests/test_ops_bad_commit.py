@@ -131,7 +131,7 @@ COMMIT = {
     ),
     "plan dest 0-d": (planned(dest=index()), ValueError, r"plan.dest should have shape \[B, M\].* but was \[0\]"),
     "plan dest a number": (
-        planned(dest=lambda a: torch.tensor(1)),
+        planned(dest=lambda a: torch.tensor(1, device=a["state"].device)),
         ValueError,
         r"plan.dest should .* but was \[\]",
     ),

@@ -8,7 +8,7 @@ loaded.
 import triton
 import triton.language as tl
 
-from recoverssm_ops.triton.gates import gate_parameters, log_decay, row_span, unit_scale
+from recoverssm_ops.triton.gates import exp, gate_parameters, log_decay, row_span, unit_scale
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def commit_kernel(
     while i < longest:
         unit = key.to(tl.float32)
         unit = unit * unit_scale(unit, 0, USE_L2NORM)
-        decay = tl.exp(log_decay(gate, rate, bias, LOWER_BOUND, USE_GATE))
+        decay = exp(log_decay(gate, rate, bias, LOWER_BOUND, USE_GATE))
         step = correction
         i += 1
         key = tl.load(k + i * k_token, mask=(kk < K) & (i < longest), other=0.0)

@@ -14,13 +14,31 @@ _EPS = tl.constexpr(L2NORM_EPS)
 
 
 @triton.jit
+def exp(x):
+    """``exp(x)`` to float32 accuracy, for any decay.
+
+    The hardware has ``2^y`` alone, and rounding y = x log2(e) costs 2^-22 at y = 7, token after token. So the integer part of y
+    is taken off first, in two steps that lose nothing (log(2) = 355/512 - 2.12e-4).
+    """
+    x = tl.where(x < -150.0, -150.0, tl.where(x > 150.0, 150.0, x))  # NaN stays NaN
+    whole = tl.floor(x * 1.4426950408889634 + 0.5)
+    part = (x - whole * 0.693359375) + whole * 2.12194440054690583e-4
+    return tl.exp2(whole) * tl.exp2(part * 1.4426950408889634)
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
 def softplus(x):
     """``log(1 + exp(x))`` to float32 accuracy, also where it is tiny.
 
     The hardware logarithm has a fixed absolute error, which the rate ``exp(A_log)`` would amplify; so log1p(z), z in
     (0, 1], is ``2 atanh(s)`` with ``s = z / (2 + z) <= 1/3``, whose series has converged after eight terms.
     """
-    z = tl.exp(-tl.abs(x))
+    z = exp(-tl.abs(x))
     s = z / (2.0 + z)
     s2 = s * s
     series = s2 * (1.0 / 15.0) + 1.0 / 13.0
@@ -39,14 +57,14 @@ def log_decay(g, rate, bias, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr):
     g = g.to(tl.float32)
     if USE_GATE:
         x = g + bias
-        g = -rate * softplus(x) if LOWER_BOUND == 0.0 else LOWER_BOUND * tl.sigmoid(rate * x)
+        g = -rate * softplus(x) if LOWER_BOUND == 0.0 else LOWER_BOUND * sigmoid(rate * x)
     return g
 
 
 @triton.jit
 def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.constexpr):
     """Rate ``exp(A_log)`` (a scalar) and bias (``[BK]``, or a scalar for the scalar gate) of one value head."""
-    rate = 1.0 if A_log is None else tl.exp(tl.load(A_log + head).to(tl.float32))
+    rate = 1.0 if A_log is None else exp(tl.load(A_log + head).to(tl.float32))
     if dt_bias is None:
         bias = 0.0
     elif SCALAR_GATE:
@@ -71,7 +89,7 @@ def unit_scale(x, axis: tl.constexpr, USE_L2NORM: tl.constexpr):
 def step_size(beta, USE_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
     beta = beta.to(tl.float32)
     if USE_SIGMOID:
-        beta = tl.sigmoid(beta)
+        beta = sigmoid(beta)
     if NEG_EIGVAL:
         beta = 2.0 * beta
     return beta

@@ -12,7 +12,7 @@ whose inverse, found once by elimination, is applied to every tile of V on the m
 import triton
 import triton.language as tl
 
-from recoverssm_ops.triton.gates import gate_parameters, log_decay, row_span, step_size, unit_scale
+from recoverssm_ops.triton.gates import exp, gate_parameters, log_decay, row_span, step_size, unit_scale
 from recoverssm_ops.triton.products import product_bf16, product_exact_bf16, product_tf32
 
 # log2(e) as a float32 and the rest of it.
@@ -43,27 +43,35 @@ def couplings_by_token(
             raw = tl.load(g + i * g_token, mask=inside, other=0.0)
         else:
             raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)
-        decay = tl.exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE))
+        decay = exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE))
         kq = tl.where(rt[:, None] >= i, kq * (decay if SCALAR_GATE else decay[None, :]), kq)
     return X, kq
 
 
 @triton.jit
-def exp_of_sums(gate):
-    """``exp(G)`` and ``exp(-G)`` of the running sums of ``gate`` along the tokens, |G| <= 80, to float32 accuracy.
+def power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
-    A float32 sum near -80 is only good to 4e-6, and so would be its exponential. In base 2 the sum is kept in two parts:
-    multiples of 2^-17, which add up exactly, and what is left of every term. Its integer part becomes an exponent by itself.
+
+@triton.jit
+def exp_of_sums(gate):
+    """``exp(G)`` of the running sums G of ``gate`` along the tokens, |G| <= 80, and ``exp(G - c)``, ``exp(c - G)``.
+
+    All to float32 accuracy: a float32 sum near -80 is only good to 4e-6, and so would be its exponential. In base 2 the sum is
+    kept in two parts: multiples of 2^-17, which add up exactly, and what is left of every term. Its integer part becomes an
+    exponent by itself. ``c``, half of the whole sum, keeps the small pieces of both factors away from zero.
     """
     high = tl.fma(gate, tl.full(gate.shape, _LOG2E, tl.float32), 192.0) - 192.0
     low = tl.fma(gate, tl.full(gate.shape, _LOG2E, tl.float32), -high) + gate * _LOG2E_REST
     G = tl.cumsum(high, 0)
     whole = (G + 12582912.0) - 12582912.0  # to the nearest integer: 1.5 * 2^23 leaves no bit for a fraction
     part = (G - whole) + tl.cumsum(low, 0)
+    # A NaN of a later token must not reach the earlier ones.
+    half = tl.floor(0.5 * tl.sum(tl.where(high == high, high, 0.0), 0)).to(tl.int32)[None, :]
     exponent = whole.to(tl.int32)
-    decay = ((exponent + 127) << 23).to(tl.float32, bitcast=True) * tl.exp2(part)
-    growth = ((127 - exponent) << 23).to(tl.float32, bitcast=True) * tl.exp2(-part)
-    return decay, growth
+    fraction, inverse = tl.exp2(part), tl.exp2(-part)
+    decay = power_of_two(exponent) * fraction
+    return decay, power_of_two(exponent - half) * fraction, power_of_two(half - exponent) * inverse
 
 
 @triton.jit
@@ -71,17 +79,18 @@ def couplings_factored(
     kq, g, g_token, length, rate, bias, t64, kk,
     K: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, BF16_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The same in one product, ``(k exp G)(k exp -G)^T``: only where the gate's bound proves ``exp(-G)`` finite."""
+    """The same in one product, ``(k exp(G - c))(k exp(c - G))^T``: only where the gate's bound proves both finite."""
     mask = (t64 < length)[:, None] & (kk < K)[None, :]
     raw = tl.load(g + (t64 * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
     # Tokens past the row's end do not decay, or -G would leave the proven range.
     gate = tl.where((t64 < length)[:, None], log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE), 0.0)
-    decay, growth = exp_of_sums(gate)
+    decay, shrinking, growing = exp_of_sums(gate)
     SHAPE: tl.constexpr = (2 * kq.shape[1], kq.shape[2])
-    a = tl.reshape(kq * decay[None, :, :], SHAPE)
     is_key = (tl.arange(0, 2) == 0)[:, None, None]
-    keys = tl.trans(tl.reshape(tl.where(is_key, kq * growth[None, :, :], 0.0), SHAPE))
-    return (product_bf16(a, keys) if BF16_PIECES else product_tf32(a, keys)), a
+    later = tl.reshape(kq * shrinking[None, :, :], SHAPE)
+    earlier = tl.trans(tl.reshape(tl.where(is_key, kq * growing[None, :, :], 0.0), SHAPE))
+    X = product_bf16(later, earlier) if BF16_PIECES else product_tf32(later, earlier)
+    return X, tl.reshape(kq * decay[None, :, :], SHAPE)
 
 
 @triton.jit
@@ -94,8 +103,20 @@ def invert_unit_lower(L, r, T: tl.constexpr, TP: tl.constexpr):
     for i in tl.static_range(T):
         row = tl.sum(tl.where(r[:, None] == i, inverse, 0.0), 0)
         column = tl.sum(tl.where((r[None, :] == i) & (r[:, None] > i), L, 0.0), 1)
-        inverse -= column[:, None] * row[None, :]
+        # Not 0 * NaN: a token that is not finite stays out of the rows before it.
+        later = tl.where(r < TP, r > i, r - TP >= i)
+        inverse = tl.where(later[:, None], inverse - column[:, None] * row[None, :], inverse)
     return inverse
+
+
+@triton.jit
+def small_product(a, b, TP: tl.constexpr):
+    """``[2 TP, 2 TP]`` times ``[2 TP, BV]``."""
+    if TP >= 8:
+        return product_tf32(a, b)
+    else:
+        # Fewer rows than the matrix unit's shortest contraction.
+        return tl.sum(a[:, :, None] * b[None, :, :], 1)
 
 
 @triton.jit
@@ -177,6 +198,13 @@ def verify_kernel(
         )  # fmt: skip
 
     t64 = rt.to(tl.int64)
+    everything = tl.load(
+        (v + t64 * v_token)[:, None] + tl.arange(0, BLOCK_V)[None, :],
+        mask=(is_key & (rt < length))[:, None] & (tl.arange(0, BLOCK_V) < V)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    spoiled = tl.max(tl.where(tl.abs(everything) < float("inf"), 0, 1), 1)
+    X = tl.where((spoiled == 1)[None, :], float("nan"), X)
     b = tl.load(beta + t64 * beta_token, mask=is_key & (rt < length), other=0.0)
     b = tl.where(is_key, step_size(b, USE_SIGMOID, NEG_EIGVAL), 0.0)
     # Row t of L is beta_t c_t (i < t, the inverse reads no others); row TP + t is -d_t (i <= t).
@@ -200,11 +228,10 @@ def verify_kernel(
         PR = product_exact_bf16(a, tl.trans(S)) if BF16_POOL else product_tf32(a, tl.trans(S))
         target = tl.where(is_key[:, None], b[:, None] * (values - PR), 0.0)
         result = tl.where(is_key[:, None], 0.0, PR)
-        if TP >= 8:
-            result += product_tf32(inverse, target)
-        else:
-            # Fewer rows than the matrix unit's shortest contraction.
-            result += tl.sum(inverse[:, :, None] * target[None, :, :], 1)
+        # The inverse is triangular, but 0 * NaN is NaN: what is not finite stays with its token (and, by X, the later ones).
+        finite = tl.abs(target) < float("inf")
+        result += small_product(inverse, tl.where(finite, target, 0.0), TP)
+        result = tl.where(finite, result, float("nan"))
         store = (rt < length)[:, None] & (vv < V)[None, :]
         offset = out_row[:, None] + vv[None, :]
         tl.store(u + offset, result, mask=store & is_key[:, None])
