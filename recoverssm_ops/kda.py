@@ -45,7 +45,8 @@ def kda_verify(
             are zeros. None: row b uses slot b.
         cu_seqlens: ``[B + 1]`` row boundaries of packed input; rows of any length 0..max_seqlen.
         max_seqlen: T of packed input.
-        A_log: ``[HV]`` or None (rate 1, bounded gate only); dt_bias: ``[HV, K]``, ``[HV*K]`` or (scalar gate) ``[HV]``, or None.
+        A_log: ``[HV]``, or None (rate 1) for the bounded gate.
+        dt_bias: ``[HV, K]``, ``[HV*K]`` or (scalar gate) ``[HV]``, or None.
         lower_bound: negative: ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``; None: ``-exp(A_log) * softplus(..)``.
         scale: factor of q; None: ``K ** -0.5``.
         use_qk_l2norm_in_kernel: normalise q and k by ``rsqrt(sum x^2 + 1e-6)``.
