@@ -16,8 +16,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_passes.algebra import Product
-from compile_passes.index_notation import Axis, Digit, Element, Lookup, broadcast, same_size, strip
+from compile_passes.index_notation import Axis, Digit, Element, Lookup, broadcast, same_size
 from compile_passes.integers import ELEMENTWISE
+from compile_passes.views import strip
 
 
 class Values:

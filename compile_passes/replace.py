@@ -14,9 +14,10 @@ import recoverssm_ops.ops as ops
 from compile_passes import fold
 from compile_passes.algebra import Product
 from compile_passes.emit import Values, insert, integer_leaves, lift
-from compile_passes.find import Window
-from compile_passes.index_notation import Axis, Digit, Element, dtype, strip
+from compile_passes.index_notation import Axis, Digit, Element, dtype
 from compile_passes.reasons import Refused
+from compile_passes.views import strip
+from compile_passes.window import Window
 from compile_passes.writeback import Pool, find_writeback, pool_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,7 +61,8 @@ class Replacement:
 
         self.gate = self._plan_gate()
         key_axes, head_axes = [*self.rows, roles.head, roles.key], [*self.rows, roles.head]
-        scalar_gate = not any(roles.key in g.axes() for g in self.gate.g)
+        decays = [*self.gate.g, *(e for e in (self.gate.dt_bias,) if e is not None)]
+        scalar_gate = not any(roles.key in e.axes() for e in decays)
         self.inputs = {
             "q": (self._over_window(queries), key_axes),
             "k": (self._over_window(keys), key_axes),

@@ -1,19 +1,18 @@
 """The ways to write one speculative step of a linear attention layer that the pass has to recognise.
 
-Every spelling computes the same thing (docs/design.md, section 2) and differs in how it is written: how the state meets the key,
-how the states are put together and selected, where the inputs are normalised, where the checkpoint comes from.
+Every spelling computes the same thing (docs/design.md, section 2) and differs in how it is written: how the state meets the
+key, how the states are put together and selected, where the inputs are normalised, where the checkpoint comes from.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 SLOTS = 5
 LOWER_BOUND = -5.0
@@ -92,8 +91,9 @@ def covering_sample(count: int, seed: int = 0) -> list[Spelling]:
 
 
 def _possible(s: Spelling) -> Spelling:
-    # A batch of one is no dynamic dimension to PyTorch; a long window of many layers only costs time.
-    s = replace(s, shapes="static") if s.B == 1 and s.shapes == "batch_dynamic" else s
+    # A batch of one is no dynamic dimension to PyTorch, nor one that take_along_dim has looked at; a long window of many layers only costs time.
+    fixed = s.B == 1 or s.selection == "take_along_dim"
+    s = replace(s, shapes="static") if fixed and s.shapes == "batch_dynamic" else s
     return replace(s, layers=1) if s.T > 3 else s
 
 
@@ -102,7 +102,7 @@ def _pairs(s: Spelling) -> set:
 
 
 def inputs(s: Spelling, seed: int = 0, device: torch.device | str = "cpu") -> tuple:
-    """``(states, layers, slots, num_accepted)`` for :func:`step`; one pool, or one state per row, a layer."""
+    """``(states, layers, slots, num_accepted)`` for :class:`Step`; one pool, or one state per row, a layer."""
     generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -135,13 +135,19 @@ def inputs(s: Spelling, seed: int = 0, device: torch.device | str = "cpu") -> tu
     return states, layers, slots, num_accepted
 
 
-def step(s: Spelling, compute: torch.dtype = torch.float32) -> Callable:
+class Step(nn.Module):
     """The speculative step as this spelling writes it; ``compute`` float64 makes it its own oracle.
 
-    Returns outputs ``[B, T, H, V]``, and for a functional checkpoint the new states too.
+    Returns outputs ``[B, T, H, V]``, and for a functional checkpoint the new states too. A module, because PyTorch takes the
+    numbers that a module holds for constants, where those of a function become inputs under ``dynamic=True``.
     """
 
-    def run(states: list[Tensor], layers: list[dict[str, Tensor]], slots: Tensor, num_accepted: Tensor):
+    def __init__(self, spelling: Spelling, compute: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.spelling, self.compute, self.lower_bound = spelling, compute, LOWER_BOUND
+
+    def forward(self, states: list[Tensor], layers: list[dict[str, Tensor]], slots: Tensor, num_accepted: Tensor):
+        s, compute = self.spelling, self.compute
         o, new_states = None, []
         for state, layer in zip(states, layers, strict=True):
             S = (state[slots] if s.checkpoint == "pool" else state).to(compute)
@@ -156,8 +162,6 @@ def step(s: Spelling, compute: torch.dtype = torch.float32) -> Callable:
             else:
                 new_states.append(selected)
         return (o, new_states) if s.checkpoint == "functional" else o
-
-    return run
 
 
 def _window(s: Spelling, layer: dict[str, Tensor], v: Tensor, S: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:

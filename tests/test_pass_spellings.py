@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rewriting import assert_within_budget, copied, run_rewritten, verify_calls
-from spellings import Spelling, covering_sample, inputs, step
+from spellings import Spelling, Step, covering_sample, inputs
 from torch.utils import _pytree as pytree
 
 SAMPLE = covering_sample(56)
@@ -23,8 +23,8 @@ def check(s: Spelling) -> None:
     dynamic = {"static": False, "batch_dynamic": None, "all_dynamic": True}[s.shapes]
     args = inputs(s)
     eager_args, oracle_args = copied(args), copied(args)
-    result, seen = run_rewritten(step(s), *args, dynamic=dynamic)
-    eager, oracle = step(s)(*eager_args), step(s, torch.float64)(*oracle_args)
+    result, seen = run_rewritten(Step(s), *args, dynamic=dynamic)
+    eager, oracle = Step(s)(*eager_args), Step(s, torch.float64)(*oracle_args)
 
     layers = seen.report.layers
     assert [layer.reason for layer in layers] == [None] * s.layers
