@@ -21,7 +21,7 @@ from compile_passes.exits import check_users, find_output, find_roles, find_sele
 from compile_passes.index_notation import Axis, Element, dtype, element_of, shape, unify
 from compile_passes.reasons import Refused
 from compile_passes.steps import match_step, value_and_key
-from compile_passes.views import CASTS, STACKS, VIEWS, strip
+from compile_passes.views import CASTS, STACKS, VIEWS, cast_source, strip
 from compile_passes.window import Window
 
 MAX_WINDOW, MAX_HEAD_DIM = 16, 256
@@ -47,7 +47,7 @@ def _computed(piece: Node) -> Node:
     """What a piece was computed as, before views and casts (states may be rounded on their way into the stack)."""
     node = strip(element_of(piece)[0]).node
     while node.target in CASTS:
-        node = strip(element_of(node.args[0])[0]).node
+        node = strip(cast_source(element_of(node)[0])).node
     return node
 
 

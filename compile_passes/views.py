@@ -54,14 +54,21 @@ def _same(node: Node, index: tuple[Index, ...]) -> Element:
 
 def _cast(node: Node, index: tuple[Index, ...]) -> Element:
     """A cast that loses nothing is no arithmetic; any other one is."""
-    source, target = dtype(node.args[0]), dtype(node)
+    read = cast_source(Element(node, index))
+    source, target = dtype(read.node), dtype(node)
     widening = source == target or (
         source in (torch.bfloat16, torch.float16) and target in (torch.float32, torch.float64)
     )
     integral = not source.is_floating_point and not target.is_floating_point and torch.bool not in (source, target)
     if not (widening or (integral and target.itemsize >= source.itemsize)):
         raise Unresolvable
-    return Element(node.args[0], index)
+    return read
+
+
+def cast_source(element: Element) -> Element:
+    """What a cast (``CASTS``) converts; ``copy(target, source)`` casts to the dtype of its first argument."""
+    source = element.node.args[1 if element.node.target is aten.copy.default else 0]
+    return broadcast(element.index, source)
 
 
 def _reshape(node: Node, index: tuple[Index, ...]) -> Element:
@@ -295,6 +302,7 @@ VIEWS = {
     aten.detach.default: _same,
     aten.lift_fresh_copy.default: _same,
     aten._to_copy.default: _cast,
+    aten.copy.default: _cast,
     prims.convert_element_type.default: _cast,
 }
 SELECTIONS = {
@@ -302,4 +310,4 @@ SELECTIONS = {
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
 }
-CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.copy.default)

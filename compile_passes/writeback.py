@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from compile_passes.algebra import same
 from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, dtype, element_of, shape
-from compile_passes.views import CASTS, strip
+from compile_passes.views import CASTS, cast_source, strip
 from compile_passes.window import Selection, Window
 
 
@@ -81,7 +81,7 @@ def _moved(node: Node, selection: Selection) -> list[Axis | None] | None:
     element, axes = element_of(node)
     element = strip(element)
     if element.node.target in CASTS and element.node is not selection.node and dtype(element.node) == dtype(node):
-        element = strip(Element(element.node.args[0], element.index))
+        element = strip(cast_source(element))
     if element.node is not selection.node or len(element.index) != len(selection.axes):
         return None
     names = {}

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SLOTS = 5
-LOWER_BOUND = -5.0
 CHOICES = {
     "contraction": ("mul", "einsum", "matmul"),
     "stacking": ("stack", "cat", "cat_view"),
@@ -55,6 +54,7 @@ class Spelling:
     H: int = 2
     K: int = 8
     V: int = 6
+    lower_bound: float = -5.0
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -69,9 +69,11 @@ class Spelling:
     @property
     def flags(self) -> dict[str, bool]:
         """What the verify operator is expected to do itself."""
+        # dynamic=True turns the Python float in a configuration into an input, and the operator wants a number.
+        unknown_bound = self.shapes == "all_dynamic" and self.gate in ("bounded", "scalar_bounded")
         return {
             "use_qk_l2norm_in_kernel": self.l2norm == "rsqrt",
-            "use_gate_in_kernel": self.gate not in ("precomputed", "none"),
+            "use_gate_in_kernel": self.gate not in ("precomputed", "none") and not unknown_bound,
             "use_beta_sigmoid_in_kernel": self.beta != "raw",
             "allow_neg_eigval": self.beta == "doubled",
         }
@@ -91,9 +93,10 @@ def covering_sample(count: int, seed: int = 0) -> list[Spelling]:
 
 
 def _possible(s: Spelling) -> Spelling:
-    # A batch of one is no dynamic dimension to PyTorch, nor one that take_along_dim has looked at; a long window of many layers only costs time.
+    # A batch of one is no dynamic dimension to PyTorch, nor is one that take_along_dim has looked at.
     fixed = s.B == 1 or s.selection == "take_along_dim"
     s = replace(s, shapes="static") if fixed and s.shapes == "batch_dynamic" else s
+    # A long window of many layers only costs time.
     return replace(s, layers=1) if s.T > 3 else s
 
 
@@ -139,12 +142,12 @@ class Step(nn.Module):
     """The speculative step as this spelling writes it; ``compute`` float64 makes it its own oracle.
 
     Returns outputs ``[B, T, H, V]``, and for a functional checkpoint the new states too. A module, because PyTorch takes the
-    numbers that a module holds for constants, where those of a function become inputs under ``dynamic=True``.
+    integers that a module holds for constants, where those of a function become inputs under ``dynamic=True``.
     """
 
     def __init__(self, spelling: Spelling, compute: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.spelling, self.compute, self.lower_bound = spelling, compute, LOWER_BOUND
+        self.spelling, self.compute = spelling, compute
 
     def forward(self, states: list[Tensor], layers: list[dict[str, Tensor]], slots: Tensor, num_accepted: Tensor):
         s, compute = self.spelling, self.compute
@@ -195,7 +198,7 @@ def _preprocess(s: Spelling, layer: dict[str, Tensor], q, k, g, beta, compute: t
     A, dt_bias = layer["A_log"].to(compute).exp(), layer["dt_bias"].to(compute)
     A = A if s.gate.startswith("scalar") else A[:, None]
     if s.gate in ("bounded", "scalar_bounded"):
-        g = LOWER_BOUND * torch.sigmoid(A * (g + dt_bias))
+        g = s.lower_bound * torch.sigmoid(A * (g + dt_bias))
     elif s.gate in ("unbounded", "scalar"):
         g = -A * F.softplus(g + dt_bias)
     if s.beta != "raw":
