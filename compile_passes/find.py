@@ -20,7 +20,7 @@ from compile_passes.algebra import terms
 from compile_passes.exits import check_users, find_output, find_roles, find_selection
 from compile_passes.index_notation import Axis, Element, dtype, element_of, shape, unify
 from compile_passes.reasons import Refused
-from compile_passes.steps import match_step, value_and_key
+from compile_passes.steps import match_step
 from compile_passes.views import CASTS, STACKS, VIEWS, cast_source, strip
 from compile_passes.window import Window
 
@@ -76,12 +76,15 @@ def match(graph: Graph, stack: Node) -> Window:
     nodes = list(graph.nodes)
     dependents = _descendants(states[0].node, nodes)
     _check_precision(states, dependents)
-    value, key = value_and_key(states[-1], states[-2], dependents)
+    step = match_step(states[-1], states[-2], dependents)
+    value, key = step.value_axis, step.key_axis
     checkpoint = _checkpoint(states[0], value, key)
     dependents = _descendants(checkpoint.node, nodes)
     recurrence = _check_precision(states, dependents)
     previous = [checkpoint, *states[:-1]]
     steps = [match_step(s, p, dependents) for s, p in zip(states, previous, strict=True)]
+    if any((s.value_axis, s.key_axis) != (value, key) for s in steps):
+        raise Refused("non_uniform_step", stack)
 
     selection, path = find_selection(stack, first)
     roles = find_roles(states[0], checkpoint, selection, value, key, stack)

@@ -42,15 +42,15 @@ def match_step(state: Element, previous: Element, dependents: set[Node]) -> Step
         raise Refused("key_mismatch", deltas[0].node)
     if any(outer in b.axes() for b in leaves) or any(outer in v.axes() for v in value):
         raise Refused("non_uniform_step", state.node)
-    rows = _value_axis(value, decay, key, leaves)
-    if rows is None or any(rows in e.axes() for e in (*key, *leaves)):
-        raise Refused("non_uniform_step", state.node)
-    if any(rows in e.axes() for e in decay):
-        raise Refused("gate_mismatch", state.node)
+    free = _axes_without(previous, outer, *key, *leaves)
+    rows = [a for a in free if not any(a in e.axes() for e in decay)]
+    if not rows:
+        raise Refused("gate_mismatch" if free else "non_uniform_step", state.node)
     for element in (*decay, *key, *value):
         if element.node in dependents:
             raise Refused("depends_on_output", element.node)
-    return Step(decay, key, leaves, value)
+    # Where inputs are broadcast over rows or heads there is a choice, and any one is right; V is the innermost by custom.
+    return Step(decay, key, leaves, value, value_axis=rows[-1], key_axis=outer)
 
 
 def _two_terms(state: Element, previous: Element, opaque) -> tuple[Product, Product]:
@@ -88,17 +88,7 @@ def _renamed(state: Element, read: Element, inner: Axis) -> Axis | None:
     return found if found is not None and same(substitute(state, found, inner), read) else None
 
 
-def _value_axis(value: list[Element], *others: list[Element]) -> Axis | None:
-    """The axis that only v has."""
-    elsewhere = {a for group in others for e in group for a in e.axes()}
-    own = {a for e in value for a in e.axes()} - elsewhere
-    return own.pop() if len(own) == 1 else None
-
-
-def value_and_key(state: Element, previous: Element, dependents: set[Node]) -> tuple[Axis, Axis]:
-    step = match_step(state, previous, dependents)
-    value = _value_axis(step.value, step.decay, step.key, step.beta)
-    columns = {a for e in step.key for a in e.axes()} - {a for e in step.value for a in e.axes()}
-    if len(columns) != 1:
-        raise Refused("unsupported_layout", state.node)
-    return value, columns.pop()
+def _axes_without(state: Element, key: Axis, *inputs: Element) -> list[Axis]:
+    """Axes of the state, outermost first, that neither are ``key`` nor belong to one of the inputs."""
+    taken = {key}.union(*(e.axes() for e in inputs))
+    return [d.value for d in state.digits() if isinstance(d.value, Axis) and d.value not in taken]

@@ -27,6 +27,8 @@ class Step:
     key: list[Element]
     beta: list[Element]
     value: list[Element]
+    value_axis: Axis
+    key_axis: Axis
 
 
 @dataclass
