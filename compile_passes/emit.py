@@ -48,7 +48,8 @@ class Values:
                 x = x.select(dim, 0 if digit is None else digit.value)
             else:
                 kept.insert(0, digit.value)
-        x = x.permute([kept.index(a) for a in axes if a in kept])
+        order = [kept.index(a) for a in axes if a in kept]
+        x = x if order == sorted(order) else x.permute(order)
         for dim, axis in enumerate(axes):
             if axis not in kept:
                 x = x.unsqueeze(dim)

@@ -51,6 +51,8 @@ class Replacement:
         if self.l2norm:
             keys, queries = ([[x] for x, _ in group] for group in (unit_k, unit_q))
             self.scale *= unit_q[0][1]
+        else:
+            queries = self._without_scale(queries)
 
         betas = [s.beta for s in steps]
         logits = [fold.beta_sigmoid(f) for f in betas]
@@ -77,6 +79,15 @@ class Replacement:
             for factor in (f for p in products for f in p.factors):
                 if dtype(factor.node) not in FLOATS:
                     raise Refused("unsupported_dtype", factor.node)
+
+    def _without_scale(self, queries: list[list[Element]]) -> list[list[Element]]:
+        """A constant factor of the queries is the operator's ``scale``."""
+        scaled = [fold.multiplied_out(factors[0]) for factors in queries]
+        plain = all(len(factors) == len(s.factors) == 1 for factors, s in zip(queries, scaled, strict=True))
+        if not plain or len({s.coefficient for s in scaled}) != 1:
+            return queries
+        self.scale *= scaled[0].coefficient
+        return [s.factors for s in scaled]
 
     def _plan_gate(self) -> fold.Gate:
         window, roles = self.window, self.window.roles
@@ -301,7 +312,7 @@ class Replacement:
             u_value, k_value, g_value, n, *gate_tensors = tensors
             A_log, dt_bias = self._unpack(tuple(gate_tensors))
             settings = (None, self.window.length, A_log, dt_bias, lower_bound, l2norm, use_gate)
-            S = ops.kda_recover(state[: u_value.shape[0]], u_value, k_value, g_value, n, *settings)
+            S = ops.kda_recover(state, u_value, k_value, g_value, n, *settings)
             element = Element(
                 u, tuple(() if a is None else (Digit(a, s),) for a, s in zip(names, S.shape, strict=True))
             )
