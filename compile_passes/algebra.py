@@ -17,8 +17,8 @@ from compile_passes.index_notation import (
     broadcast,
     same_size,
     shape,
-    strip,
 )
+from compile_passes.views import strip
 
 ADD, SUB, MUL, DIV = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 

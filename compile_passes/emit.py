@@ -16,8 +16,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_passes.algebra import Product
-from compile_passes.index_notation import Axis, Digit, Element, Lookup, broadcast, same_size, strip
+from compile_passes.index_notation import Axis, Digit, Element, Lookup, broadcast, same_size
 from compile_passes.integers import ELEMENTWISE
+from compile_passes.views import strip
 
 
 class Values:
@@ -47,7 +48,8 @@ class Values:
                 x = x.select(dim, 0 if digit is None else digit.value)
             else:
                 kept.insert(0, digit.value)
-        x = x.permute([kept.index(a) for a in axes if a in kept])
+        order = [kept.index(a) for a in axes if a in kept]
+        x = x if order == sorted(order) else x.permute(order)
         for dim, axis in enumerate(axes):
             if axis not in kept:
                 x = x.unsqueeze(dim)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
@@ -52,8 +54,15 @@ def explain(fn: Callable, *args, dynamic: bool | None = None, **kwargs) -> Repor
         with torch._functorch.config.patch(enable_autograd_cache=False):
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches={"fx_graph_cache": False})
 
-    with torch.no_grad():
-        torch.compile(fn, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    def traced(*args, **kwargs):
+        return fn(*args, **kwargs)
+
+    # A code object of its own keeps this trace out of the caches of ``fn``; and no count of earlier traces may make Dynamo
+    # give up and run the function instead, which would write its pools.
+    traced.__code__ = traced.__code__.replace(co_name="explained")
+    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    with torch.no_grad(), torch._dynamo.config.patch(**unlimited):
+        torch.compile(traced, backend=backend, dynamic=dynamic)(*args, **kwargs)
     return report
 
 

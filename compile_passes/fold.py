@@ -12,7 +12,8 @@ import torch
 from torch.fx import Node
 
 from compile_passes.algebra import ADD, MUL, Product, operand, product, same
-from compile_passes.index_notation import Axis, Element, aten, dtype, strip, substitute
+from compile_passes.index_notation import Axis, Element, aten, dtype, substitute
+from compile_passes.views import strip
 
 L2NORM_EPS = 1e-6
 SOFTPLUS_THRESHOLD = 20.0
@@ -30,7 +31,7 @@ class Gate:
 
 def multiplied_out(element: Element) -> Product:
     """Only multiplications and signs, no contractions: these belong to the projections before the layer."""
-    return product(element, lambda e: e.node.target not in (MUL, aten.mul.Scalar, aten.neg.default))
+    return product(element, lambda e: not _call(e, MUL, aten.mul.Scalar, aten.neg.default))
 
 
 def _call(element: Element, *targets) -> bool:
@@ -134,10 +135,15 @@ def _with_bias(factors: list[Element], head: Axis | None, key: Axis, lower_bound
     ):
         sides = [strip(operand(total, a)) for a in total.node.args]
         for g, bias in (sides, sides[::-1]):
-            if bias.axes() <= {head, key} and not g.axes() <= {head, key}:
+            if _per_channel(bias, head, key) and not _per_channel(g, head, key):
                 return Gate([g], A_log, bias, lower_bound)
         return None
     return Gate([total], A_log, None, lower_bound)
+
+
+def _per_channel(element: Element, head: Axis | None, key: Axis) -> bool:
+    """Neither of one row nor of one token: a parameter."""
+    return element.axes() <= {head, key} and not any(isinstance(d.value, int) for d in element.digits())
 
 
 def _softplus(element: Element) -> Element | None:

@@ -12,7 +12,6 @@ an integer tensor: gather, advanced indexing).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,10 +78,6 @@ class Element:
         return f"{self.node.name}[{inner}]"
 
 
-class Unresolvable(Exception):
-    """A request that cannot be expressed on the input: the element stays where it is."""
-
-
 def shape(node: Node) -> tuple[Size, ...]:
     return tuple(node.meta["val"].shape)
 
@@ -96,8 +91,9 @@ def same_size(a: Size, b: Size) -> bool:
 
 
 def size_hint(size: Size) -> int:
-    """The size in the example inputs; looking at it adds no guard."""
-    return size if isinstance(size, int) else size.node.hint
+    """The size in the example inputs, 1 where there is none (unbacked); looking at it adds no guard."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return 1 if hint is None else hint
 
 
 def element_of(node: Node, names: str = "") -> tuple[Element, list[Axis]]:
@@ -117,21 +113,6 @@ def broadcast(index: tuple[Index, ...], node: Node) -> Element:
     return Element(node, tuple(() if same_size(s, 1) else i for s, i in zip(sizes, aligned, strict=True)))
 
 
-def strip(element: Element, selections: bool = False) -> Element:
-    """Follow views, copies and exact widening casts to the tensor that computed the value.
-
-    With ``selections`` also follow gathers and advanced indexing, which leave :class:`Lookup` digits.
-    """
-    while True:
-        step = VIEWS.get(element.node.target) or (SELECTIONS.get(element.node.target) if selections else None)
-        if element.node.op != "call_function" or step is None:
-            return element
-        try:
-            element = step(element.node, element.index)
-        except Unresolvable:
-            return element
-
-
 def substitute(element: Element, old: Axis, new: Axis | int) -> Element:
     """The element with one axis replaced."""
 
@@ -146,256 +127,17 @@ def substitute(element: Element, old: Axis, new: Axis | int) -> Element:
     return Element(element.node, tuple(tuple(digit(d) for d in index) for index in element.index))
 
 
-# --- views: (node, index of its result) -> element of its input ---------------------------------------------------------
-
-
-def _same(node: Node, index: tuple[Index, ...]) -> Element:
-    return Element(node.args[0], index)
-
-
-def _cast(node: Node, index: tuple[Index, ...]) -> Element:
-    """A cast that loses nothing is no arithmetic; any other one is."""
-    source, target = dtype(node.args[0]), dtype(node)
-    widening = source == target or (
-        source in (torch.bfloat16, torch.float16) and target in (torch.float32, torch.float64)
-    )
-    integral = not source.is_floating_point and not target.is_floating_point and torch.bool not in (source, target)
-    if not (widening or (integral and target.itemsize >= source.itemsize)):
-        raise Unresolvable
-    return Element(node.args[0], index)
-
-
-def _reshape(node: Node, index: tuple[Index, ...]) -> Element:
-    digits = [d for part in index for d in part if not same_size(d.size, 1)]
-    sizes = shape(node.args[0])
-    result: list[Index] = []
-    for position, size in enumerate(sizes):
-        group: list[Digit] = []
-        filled: Size = 1
-        while not same_size(filled, size):
-            if not digits:
-                raise Unresolvable
-            inner = _excess(filled * digits[0].size, sizes[position:])
-            if inner is not None:
-                digits[:1] = _split(digits[0], inner)
-            head = digits.pop(0)
-            group.append(head)
-            filled = filled * head.size
-        result.append(tuple(group))
-    if digits:
-        raise Unresolvable
-    return Element(node.args[0], tuple(result))
-
-
-def _excess(filled: Size, sizes: tuple[Size, ...]) -> Size | None:
-    """How many positions of the following dimensions a digit reaches into, if it ends exactly at one of them."""
-    if isinstance(filled, int) and isinstance(sizes[0], int) and filled <= sizes[0]:
+def unify(pattern: Element, element: Element) -> dict[Axis, Axis] | None:
+    """Axes of ``pattern`` by the axes of ``element`` in their place; None if anything else differs."""
+    names: dict[Axis, Axis] = {}
+    if len(pattern.index) != len(element.index) or any(
+        len(a) != len(b) for a, b in zip(pattern.index, element.index, strict=True)
+    ):
         return None
-    product: Size = sizes[0]
-    for position, size in enumerate(sizes[1:], 2):
-        product = product * size
-        if not same_size(size, 1) and same_size(product, filled):
-            return math.prod(sizes[1:position])
-    return None
-
-
-def _split(digit: Digit, inner: Size) -> list[Digit]:
-    """One digit as (outer, inner)."""
-    if not isinstance(inner, int):
-        raise Unresolvable
-    if isinstance(digit.value, int) and isinstance(digit.size, int):
-        outer, rest = divmod(digit.value, inner)
-        return [Digit(outer, digit.size // inner), Digit(rest, inner)]
-    if isinstance(digit.value, Lookup) and digit.value.row is None:
-        # ``flat[arange(B) * T + n]``: the row is an axis, and what remains is the position.
-        row = _row_of(digit.value.element, inner)
-        if row is not None:
-            return [Digit(row, row.size), Digit(Lookup(digit.value.element, row, inner), inner)]
-    raise Unresolvable
-
-
-def _row_of(element: Element, stride: int) -> Axis | None:
-    """The axis r of a sum that contains ``arange[r] * stride``."""
-    element = strip(element)
-    node, operands = element.node, element.node.args
-    if node.target in (aten.add.Tensor, aten.sub.Tensor) and node.kwargs.get("alpha", 1) == 1:
-        sides = operands[:1] if node.target is aten.sub.Tensor else operands[:2]
-        rows = [_row_of(broadcast(element.index, x), stride) for x in sides if isinstance(x, Node)]
-        return next((r for r in rows if r is not None), None)
-    if node.target is aten.mul.Tensor and stride in operands:
-        counted = strip(broadcast(element.index, operands[0] if operands[1] == stride else operands[1]))
-        return _counter(counted)
-    return _counter(element) if stride == 1 else None
-
-
-def _counter(element: Element) -> Axis | None:
-    """The axis a of ``arange(n)[a]``."""
-    node = element.node
-    if node.target is prims.iota.default:
-        plain = node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1
-    else:
-        plain = node.target is aten.arange.default
-    digits = element.index[0] if plain else ()
-    return digits[0].value if len(digits) == 1 and isinstance(digits[0].value, Axis) else None
-
-
-def _unsqueeze(node: Node, index: tuple[Index, ...]) -> Element:
-    dim = node.args[1] % len(index)
-    return Element(node.args[0], index[:dim] + index[dim + 1 :])
-
-
-def _squeeze(node: Node, index: tuple[Index, ...]) -> Element:
-    sizes = shape(node.args[0])
-    dims = node.args[1] if len(node.args) > 1 else range(len(sizes))
-    chosen = {d % len(sizes) for d in ([dims] if isinstance(dims, int) else dims)}
-    remaining = iter(index)
-    return Element(
-        node.args[0],
-        tuple(() if i in chosen and same_size(s, 1) else next(remaining) for i, s in enumerate(sizes)),
-    )
-
-
-def _permute(node: Node, index: tuple[Index, ...]) -> Element:
-    result: list[Index] = [()] * len(index)
-    for position, dim in enumerate(node.args[1]):
-        result[dim % len(index)] = index[position]
-    return Element(node.args[0], tuple(result))
-
-
-def _transpose(node: Node, index: tuple[Index, ...]) -> Element:
-    a, b = node.args[1:3] if len(node.args) > 1 else (0, 1)
-    result = list(index)
-    result[a], result[b] = result[b], result[a]
-    return Element(node.args[0], tuple(result))
-
-
-def _expand(node: Node, index: tuple[Index, ...]) -> Element:
-    return broadcast(index, node.args[0])
-
-
-def _select(node: Node, index: tuple[Index, ...]) -> Element:
-    source, dim, position = node.args
-    sizes = shape(source)
-    dim %= len(sizes)
-    if not isinstance(position, int):
-        raise Unresolvable
-    if position < 0:
-        if not isinstance(sizes[dim], int):
-            raise Unresolvable
-        position += sizes[dim]
-    chosen: Index = () if same_size(sizes[dim], 1) else (Digit(position, sizes[dim]),)
-    return Element(source, (*index[:dim], chosen, *index[dim:]))
-
-
-def _slice(node: Node, index: tuple[Index, ...]) -> Element:
-    """Only a slice of one position, or of everything: another one shifts an axis."""
-    source, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])[:5]
-    sizes = shape(source)
-    dim %= len(sizes)
-    if step == 1 and same_size(shape(node)[dim], sizes[dim]):
-        return Element(source, index)
-    if not (same_size(shape(node)[dim], 1) and isinstance(start, int) and isinstance(sizes[dim], int)):
-        raise Unresolvable
-    position = start + sizes[dim] if start < 0 else start
-    return Element(source, (*index[:dim], (Digit(position, sizes[dim]),), *index[dim + 1 :]))
-
-
-def _cat(node: Node, index: tuple[Index, ...]) -> Element:
-    """One piece of a cat or stack, where the index says which."""
-    piece, inner = piece_of(node, index)
-    if not isinstance(piece, int):
-        raise Unresolvable
-    return Element(node.args[0][piece], inner)
-
-
-def piece_of(node: Node, index: tuple[Index, ...]) -> tuple[Axis | int | Lookup, tuple[Index, ...]]:
-    """Which piece of a cat or stack of equal pieces an index addresses, and the index within the piece."""
-    pieces = node.args[0]
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    dim %= len(index)
-    if any(not _same_shape(piece, pieces[0]) for piece in pieces) or not index[dim]:
-        raise Unresolvable
-    which, *rest = index[dim]
-    if not same_size(which.size, len(pieces)):
-        raise Unresolvable
-    if node.target is aten.stack.default:
-        return which.value, index[:dim] + index[dim + 1 :]
-    return which.value, (*index[:dim], tuple(rest), *index[dim + 1 :])
-
-
-def _same_shape(a: Node, b: Node) -> bool:
-    return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
-
-
-# --- selections: as views, with looked-up digits ------------------------------------------------------------------------
-
-
-def _looked_up(element: Element, size: Size) -> Index:
-    """``x[arange(n)]`` is x itself; anything else is looked up."""
-    if same_size(size, 1):
-        return ()
-    counted = strip(element)
-    row = _counter(counted)
-    if row is not None and same_size(row.size, size):
-        return (Digit(row, size),)
-    return (Digit(Lookup(element), size),)
-
-
-def _advanced_index(node: Node, index: tuple[Index, ...]) -> Element:
-    source, indices = node.args
-    if any(i is not None and dtype(i) in (torch.bool, torch.uint8) for i in indices):
-        raise Unresolvable
-    used = [p for p, i in enumerate(indices) if i is not None]
-    rank = max(len(shape(indices[p])) for p in used)
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    block, rest = index[first : first + rank], iter(index[:first] + index[first + rank :])
-    sizes = shape(source)
-    result = []
-    for position, size in enumerate(sizes):
-        tensor = indices[position] if position < len(indices) else None
-        result.append(next(rest) if tensor is None else _looked_up(broadcast(block, tensor), size))
-    return Element(source, tuple(result))
-
-
-def _index_select(node: Node, index: tuple[Index, ...]) -> Element:
-    source, dim, tensor = node.args
-    dim %= len(index)
-    looked_up = _looked_up(Element(tensor, (index[dim],)), shape(source)[dim])
-    return Element(source, (*index[:dim], looked_up, *index[dim + 1 :]))
-
-
-def _gather(node: Node, index: tuple[Index, ...]) -> Element:
-    source, dim, tensor = node.args[:3]
-    dim %= len(index)
-    looked_up = _looked_up(Element(tensor, index), shape(source)[dim])
-    return Element(source, (*index[:dim], looked_up, *index[dim + 1 :]))
-
-
-VIEWS = {
-    aten.view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.permute.default: _permute,
-    aten.transpose.int: _transpose,
-    aten.t.default: _transpose,
-    aten.expand.default: _expand,
-    aten.select.int: _select,
-    aten.slice.Tensor: _slice,
-    aten.cat.default: _cat,
-    aten.stack.default: _cat,
-    aten.clone.default: _same,
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.lift_fresh_copy.default: _same,
-    aten._to_copy.default: _cast,
-    prims.convert_element_type.default: _cast,
-}
-SELECTIONS = {
-    aten.index.Tensor: _advanced_index,
-    aten.index_select.default: _index_select,
-    aten.gather.default: _gather,
-}
+    for x, y in zip(pattern.digits(), element.digits(), strict=True):
+        if isinstance(x.value, Axis) and isinstance(y.value, Axis):
+            if names.setdefault(y.value, x.value) is not x.value:
+                return None
+        elif not (isinstance(x.value, int) and isinstance(y.value, int) and x.value == y.value):
+            return None
+    return names if len(set(names.values())) == len(names) else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from compile_passes.index_notation import Axis, Element, Lookup, aten, broadcast, prims, strip
+from compile_passes.index_notation import Axis, Element, Lookup, aten, broadcast, prims
+from compile_passes.views import strip
 
 # Element-wise on integers, hence an element varies with what its operands vary with.
 ELEMENTWISE = {

@@ -14,9 +14,10 @@ import recoverssm_ops.ops as ops
 from compile_passes import fold
 from compile_passes.algebra import Product
 from compile_passes.emit import Values, insert, integer_leaves, lift
-from compile_passes.find import Window
-from compile_passes.index_notation import Axis, Digit, Element, dtype, strip
+from compile_passes.index_notation import Axis, Digit, Element, dtype
 from compile_passes.reasons import Refused
+from compile_passes.views import strip
+from compile_passes.window import Window
 from compile_passes.writeback import Pool, find_writeback, pool_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +51,8 @@ class Replacement:
         if self.l2norm:
             keys, queries = ([[x] for x, _ in group] for group in (unit_k, unit_q))
             self.scale *= unit_q[0][1]
+        else:
+            queries = self._without_scale(queries)
 
         betas = [s.beta for s in steps]
         logits = [fold.beta_sigmoid(f) for f in betas]
@@ -60,7 +63,8 @@ class Replacement:
 
         self.gate = self._plan_gate()
         key_axes, head_axes = [*self.rows, roles.head, roles.key], [*self.rows, roles.head]
-        scalar_gate = not any(roles.key in g.axes() for g in self.gate.g)
+        decays = [*self.gate.g, *(e for e in (self.gate.dt_bias,) if e is not None)]
+        scalar_gate = not any(roles.key in e.axes() for e in decays)
         self.inputs = {
             "q": (self._over_window(queries), key_axes),
             "k": (self._over_window(keys), key_axes),
@@ -75,6 +79,15 @@ class Replacement:
             for factor in (f for p in products for f in p.factors):
                 if dtype(factor.node) not in FLOATS:
                     raise Refused("unsupported_dtype", factor.node)
+
+    def _without_scale(self, queries: list[list[Element]]) -> list[list[Element]]:
+        """A constant factor of the queries is the operator's ``scale``."""
+        scaled = [fold.multiplied_out(factors[0]) for factors in queries]
+        plain = all(len(factors) == len(s.factors) == 1 for factors, s in zip(queries, scaled, strict=True))
+        if not plain or len({s.coefficient for s in scaled}) != 1:
+            return queries
+        self.scale *= scaled[0].coefficient
+        return [s.factors for s in scaled]
 
     def _plan_gate(self) -> fold.Gate:
         window, roles = self.window, self.window.roles
@@ -299,7 +312,7 @@ class Replacement:
             u_value, k_value, g_value, n, *gate_tensors = tensors
             A_log, dt_bias = self._unpack(tuple(gate_tensors))
             settings = (None, self.window.length, A_log, dt_bias, lower_bound, l2norm, use_gate)
-            S = ops.kda_recover(state[: u_value.shape[0]], u_value, k_value, g_value, n, *settings)
+            S = ops.kda_recover(state, u_value, k_value, g_value, n, *settings)
             element = Element(
                 u, tuple(() if a is None else (Digit(a, s),) for a, s in zip(names, S.shape, strict=True))
             )

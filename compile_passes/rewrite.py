@@ -28,31 +28,26 @@ def rewrite(graph: Graph) -> Report:
     Returns:
         The report; layers that are not understood completely are left as they were.
     """
-    nodes = list(graph.nodes)
-    order = {node: position for position, node in enumerate(nodes)}
     report = Report()
-    replacements: list[tuple[Node, Replacement]] = []
-    for stack in candidates(graph, order):
+    for stack in candidates(graph):
         try:
-            # Everything is read and checked before anything is edited.
-            replacements.append((stack, Replacement(match(stack, order, nodes))))
+            # Everything about a window is read and checked before anything is edited. The next window is read afterwards:
+            # what it reads may be an output, or a pool, of this one.
+            replacement = Replacement(match(graph, stack))
         except Refused as refusal:
             log.info("refused %s at %s: %s", stack.name, refusal.node.name, refusal)
             report.layers.append(_refused(stack, refusal))
-        else:
-            report.layers.append(_matched(*replacements[-1]))
-    if not replacements:
-        return report
-
-    for stack, replacement in replacements:
+            continue
+        layer = _matched(stack, replacement)
         replacement.apply(graph)
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()
+        if stack in graph.find_nodes(op="call_function", target=stack.target):
+            raise AssertionError(f"states are still used after the rewrite: {stack.name}")
         log.info("rewrote %s", stack.name)
-    stable_topological_sort(graph)
-    graph.eliminate_dead_code()
-    graph.lint()
-    left = [stack.name for stack, _ in replacements if stack in set(graph.nodes)]
-    if left:
-        raise AssertionError(f"states are still used after the rewrite: {left}")
+        report.layers.append(layer)
+    if report.matched:
+        graph.lint()
     return report
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from compile_passes.algebra import same
-from compile_passes.find import Selection, Window
-from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, dtype, element_of, prims, shape, strip
-
-CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, dtype, element_of, shape
+from compile_passes.views import CASTS, cast_source, strip
+from compile_passes.window import Selection, Window
 
 
 @dataclass
@@ -41,6 +40,8 @@ def find_writeback(window: Window, pool: Pool) -> Node | None:
     node = window.selection.node
     while len(node.users) == 1:
         (user,) = node.users
+        if user.op == "output":
+            return None
         if user.target is aten.index_put.default:
             return user if _same_slots(user, node, window, pool) else None
         if user.target is aten.copy_.default:
@@ -54,7 +55,9 @@ def find_writeback(window: Window, pool: Pool) -> Node | None:
 
 def _same_slots(put: Node, value: Node, window: Window, pool: Pool) -> bool:
     target, indices, values, *accumulate = put.args
-    if target is not pool.node or values is not value or len(indices) != 1 or any(accumulate) or pool.slots is None:
+    if target is not pool.node or values is not value or pool.slots is None:
+        return False
+    if len(indices) != 1 or any(accumulate) or put.kwargs:
         return False
     if len(shape(indices[0])) != 1 or dtype(value) != dtype(pool.node):
         return False
@@ -65,11 +68,12 @@ def _same_slots(put: Node, value: Node, window: Window, pool: Pool) -> bool:
 
 
 def _same_order(value: Node, window: Window) -> bool:
-    """``value`` is the selected state as ``[batch, head, value, key]``."""
-    element = _moved(value, window.selection)
+    """``value`` is the selected state as ``[batch, head, value, key]``; leading dimensions of size 1 may be missing."""
+    axes = _moved(value, window.selection)
     roles = window.roles
     wanted = [roles.batch, roles.head, roles.value, roles.key]
-    return element is not None and element == wanted
+    missing = len(wanted) - len(axes or [])
+    return axes is not None and axes == wanted[missing:] and not any(wanted[:missing])
 
 
 def _moved(node: Node, selection: Selection) -> list[Axis | None] | None:
@@ -77,7 +81,7 @@ def _moved(node: Node, selection: Selection) -> list[Axis | None] | None:
     element, axes = element_of(node)
     element = strip(element)
     if element.node.target in CASTS and element.node is not selection.node and dtype(element.node) == dtype(node):
-        element = strip(Element(element.node.args[0], element.index))
+        element = strip(cast_source(element))
     if element.node is not selection.node or len(element.index) != len(selection.axes):
         return None
     names = {}

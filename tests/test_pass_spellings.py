@@ -1,0 +1,53 @@
+"""Every way to write the layer is found, and the rewritten graph computes what the original does."""
+
+import pytest
+import torch
+from rewriting import assert_within_budget, copied, run_rewritten, verify_calls
+from spellings import Spelling, Step, covering_sample, inputs
+from torch.utils import _pytree as pytree
+
+SAMPLE = covering_sample(56)
+PARTICULAR = [
+    Spelling(T=16),
+    Spelling(T=16, contraction="einsum", checkpoint="functional", shapes="all_dynamic"),
+    Spelling(H=3, K=6, V=6),  # heads like rows, square states
+    Spelling(H=3, K=3, V=3, contraction="matmul", shapes="all_dynamic"),
+    Spelling(H=1, B=1),
+    Spelling(H=1, B=1, T=2, checkpoint="functional", contraction="einsum"),
+    Spelling(B=1, selection="index_select", checkpoint="buffer"),
+    Spelling(H=1, contraction="matmul", shapes="batch_dynamic"),
+]
+
+
+def check(s: Spelling) -> None:
+    dynamic = {"static": False, "batch_dynamic": None, "all_dynamic": True}[s.shapes]
+    args = inputs(s)
+    eager_args, oracle_args = copied(args), copied(args)
+    result, seen = run_rewritten(Step(s), *args, dynamic=dynamic)
+    eager, oracle = Step(s)(*eager_args), Step(s, torch.float64)(*oracle_args)
+
+    layers = seen.report.layers
+    assert [layer.reason for layer in layers] == [None] * s.layers
+    form = "recover" if s.checkpoint == "functional" else "commit"
+    assert [layer.form for layer in layers] == [form] * s.layers
+    found = verify_calls(seen.graph)
+    assert len(found) == s.layers
+    for call in found:
+        assert {flag: call[flag] for flag in s.flags} == s.flags
+    for kind, actual, expected, exact in (
+        ("result", result, eager, oracle),
+        ("states", args[0], eager_args[0], oracle_args[0]),
+    ):
+        for x, y, z in zip(*map(pytree.tree_leaves, (actual, expected, exact)), strict=True):
+            assert x.dtype == y.dtype and x.shape == y.shape
+            assert_within_budget(x, y, z, kind)
+
+
+@pytest.mark.parametrize("spelling", SAMPLE, ids=str)
+def test_spelling_is_rewritten(spelling):
+    check(spelling)
+
+
+@pytest.mark.parametrize("spelling", PARTICULAR, ids=str)
+def test_particular_shapes(spelling):
+    check(spelling)
