@@ -4,7 +4,7 @@ Importing this package registers ``torch.ops.recoverssm``; it imports torch alon
 """
 
 from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
-from recoverssm_ops.plan import CommitPlan
+from recoverssm_ops.commit_plan import CommitPlan
 from recoverssm_ops.records import Record
 
 __all__ = ["CommitPlan", "Record", "kda_commit", "kda_recover", "kda_verify"]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from recoverssm_ops import ops
 from recoverssm_ops import validation as check
-from recoverssm_ops.plan import CommitPlan
+from recoverssm_ops.commit_plan import CommitPlan
 from recoverssm_ops.records import Record
 
 
