@@ -145,7 +145,7 @@ def find_roles(state: Element, checkpoint: Element, selection: Selection, value:
 def check_users(outputs: list[Node], selection: Node, downstream: set[Node], dependents: set[Node]) -> None:
     """Nothing between the checkpoint and the exits has a user elsewhere."""
     exits = {*outputs, selection}
-    interior, todo = set(downstream), [n for e in (*exits, *downstream) for n in e.all_input_nodes]
+    interior, todo = set(downstream), [n for e in (*outputs, *downstream) for n in e.all_input_nodes]
     while todo:
         node = todo.pop()
         if node in dependents and node not in interior:
