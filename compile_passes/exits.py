@@ -8,7 +8,18 @@ import torch
 from torch.fx import Node
 
 from compile_passes.algebra import product
-from compile_passes.index_notation import Axis, Element, Lookup, aten, dtype, element_of, same_size, substitute, unify
+from compile_passes.index_notation import (
+    Axis,
+    Element,
+    Lookup,
+    aten,
+    dtype,
+    element_of,
+    readers,
+    same_size,
+    substitute,
+    unify,
+)
 from compile_passes.integers import varies_with
 from compile_passes.reasons import Refused
 from compile_passes.views import SELECTIONS, STACKS, VIEWS, Unresolvable, piece_of, strip
@@ -22,7 +33,7 @@ def find_output(state: Element, roles: Roles, recurrence: set[Node]) -> Output:
 
     The read of the next step's correction is such a contraction too, but it is part of the ``recurrence``.
     """
-    seen, todo = set(), deque(state.node.users)
+    seen, todo = set(), deque(readers(state.node))
     while todo:
         user = todo.popleft()
         if user in seen or user.target in STACKS or not isinstance(user.meta.get("val"), torch.Tensor):
@@ -32,7 +43,7 @@ def find_output(state: Element, roles: Roles, recurrence: set[Node]) -> Output:
         if output is not None:
             return output
         if user.target in VIEWS or (user.target in PRODUCTS and user not in recurrence):
-            todo += user.users
+            todo += readers(user)
     raise Refused("missing_output", state.node)
 
 
@@ -82,7 +93,7 @@ def _computed_from(node: Node, state: Node, known: set[Node]) -> bool:
 
 def find_selection(stack: Node, piece: Element) -> tuple[Selection, list[Node]]:
     """The one gather of a looked-up position, and the views between the stack and it."""
-    path, todo, found = [], list(stack.users), []
+    path, todo, found = [], readers(stack), []
     while todo:
         node = todo.pop()
         if node.target not in VIEWS and node.target not in SELECTIONS:
@@ -107,7 +118,7 @@ def find_selection(stack: Node, piece: Element) -> tuple[Selection, list[Node]]:
             raise Refused("selection_not_per_row", node)
         else:
             path.append(node)
-            todo += node.users
+            todo += readers(node)
     if len(found) != 1:
         raise Refused("state_escapes" if found else "no_selection", found[1].node if found else stack)
     return found[0], path
@@ -134,14 +145,14 @@ def find_roles(state: Element, checkpoint: Element, selection: Selection, value:
 def check_users(outputs: list[Node], selection: Node, downstream: set[Node], dependents: set[Node]) -> None:
     """Nothing between the checkpoint and the exits has a user elsewhere."""
     exits = {*outputs, selection}
-    interior, todo = set(downstream), [n for e in (*exits, *downstream) for n in e.all_input_nodes]
+    interior, todo = set(downstream), [n for e in (*outputs, *downstream) for n in e.all_input_nodes]
     while todo:
         node = todo.pop()
         if node in dependents and node not in interior:
             interior.add(node)
             todo += node.all_input_nodes
     for node in interior:
-        for user in node.users:
+        for user in readers(node):
             if user not in interior and user not in exits:
                 raise Refused("state_escapes", user)
     crossing = interior & set(outputs)

@@ -34,6 +34,10 @@ def candidates(graph: Graph) -> list[Node]:
 
 
 def _is_chain(pieces: list[Node], order: dict[Node, int]) -> bool:
+    if any(isinstance(p, Node) and "val" not in p.meta for p in pieces):
+        raise ValueError(
+            "the graph has no fake values in meta['val']: run it through AOTAutograd or torch.export first"
+        )
     if len(pieces) < 2 or not all(isinstance(p, Node) and dtype(p).is_floating_point for p in pieces):
         return False
     if len(shape(pieces[0])) < 3 or len(set(pieces)) != len(pieces):

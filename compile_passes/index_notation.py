@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten, prims = torch.ops.aten, torch.ops.prims
+ASSERTION = aten._assert_tensor_metadata.default
 Size = int | torch.SymInt
 
 
@@ -84,6 +85,11 @@ def shape(node: Node) -> tuple[Size, ...]:
 
 def dtype(node: Node) -> torch.dtype:
     return node.meta["val"].dtype
+
+
+def readers(node: Node) -> list[Node]:
+    """The users of a node; those that only assert its dtype and device, which torch.export inserts, read nothing."""
+    return [user for user in node.users if user.target is not ASSERTION]
 
 
 def same_size(a: Size, b: Size) -> bool:

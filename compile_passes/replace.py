@@ -14,9 +14,9 @@ import recoverssm_ops.ops as ops
 from compile_passes import fold
 from compile_passes.algebra import Product
 from compile_passes.emit import Values, insert, integer_leaves, lift
-from compile_passes.index_notation import Axis, Digit, Element, dtype
+from compile_passes.index_notation import Axis, Digit, Element, aten, dtype
 from compile_passes.reasons import Refused
-from compile_passes.views import strip
+from compile_passes.views import VIEWS, strip
 from compile_passes.window import Window
 from compile_passes.writeback import Pool, find_writeback, pool_of
 
@@ -219,7 +219,9 @@ class Replacement:
         for t, output in enumerate(self.window.outputs):
             token = (Digit(t, self.window.length),)
             read = _view(Element(o, (batch, token, head, value)), output.axes)
-            output.node.replace_all_uses_with(insert(graph, output.node, read, [o]))
+            new = insert(graph, output.node, read, [o])
+            output.node.replace_all_uses_with(new)
+            _views_to_reshapes(new)
 
     def _position(self, graph: Graph, before: Node) -> tuple[list[Node], object]:
         """Nodes to read and a function that gives ``num_accepted``."""
@@ -324,3 +326,12 @@ class Replacement:
 def _view(element: Element, axes: list[Axis | None]) -> Callable[[Tensor], Tensor]:
     """A function that arranges the element's tensor along ``axes``."""
     return lambda x: Values([element.node], [x], [element]).tensor(element, axes)
+
+
+def _views_to_reshapes(node: Node) -> None:
+    """An output is now a slice of a larger tensor, which ``view`` may not take (Inductor's graphs have ``reshape`` already)."""
+    for user in node.users:
+        if user.target is aten.view.default:
+            user.target = aten.reshape.default
+        if user.target in VIEWS:
+            _views_to_reshapes(user)

@@ -10,7 +10,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from compile_passes.find import Window, candidates, match
-from compile_passes.index_notation import dtype, shape, size_hint
+from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
 from compile_passes.reasons import Refused
 from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch, Report
@@ -41,7 +41,7 @@ def rewrite(graph: Graph) -> Report:
         layer = _matched(stack, replacement)
         replacement.apply(graph)
         stable_topological_sort(graph)
-        graph.eliminate_dead_code()
+        _drop_unread(graph)
         if stack in graph.find_nodes(op="call_function", target=stack.target):
             raise AssertionError(f"states are still used after the rewrite: {stack.name}")
         log.info("rewrote %s", stack.name)
@@ -49,6 +49,16 @@ def rewrite(graph: Graph) -> Report:
     if report.matched:
         graph.lint()
     return report
+
+
+def _drop_unread(graph: Graph) -> None:
+    """Dead code, and with it the assertions about values that nothing else reads."""
+    for node in reversed(list(graph.nodes)):
+        asserted = node.args[0] if node.target is ASSERTION else None
+        unread = asserted is not None and asserted.op != "placeholder" and not readers(asserted)
+        dead = node.op == "call_function" and not node.users and not node.is_impure()
+        if unread or dead:
+            graph.erase_node(node)
 
 
 def _matched(stack: Node, replacement: Replacement) -> LayerMatch:

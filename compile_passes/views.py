@@ -139,8 +139,10 @@ def _counter(element: Element) -> Axis | None:
     node = element.node
     if node.target is prims.iota.default:
         plain = node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1
+    elif node.target is aten.arange.start_step:
+        plain = node.args[0] == 0 and node.args[2:] in ((), (1,))
     else:
-        plain = node.target is aten.arange.default
+        plain = node.target is aten.arange.default or (node.target is aten.arange.start and node.args[0] == 0)
     digits = element.index[0] if plain else ()
     return digits[0].value if len(digits) == 1 and isinstance(digits[0].value, Axis) else None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from compile_passes.algebra import same
-from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, dtype, element_of, shape
+from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, dtype, element_of, readers, shape
 from compile_passes.views import CASTS, cast_source, strip
 from compile_passes.window import Selection, Window
 
@@ -38,15 +39,17 @@ def _is_axis(index: tuple[Digit, ...], axis: Axis | None) -> bool:
 def find_writeback(window: Window, pool: Pool) -> Node | None:
     """The node that puts the selected state back where the checkpoint came from, if that is its only use."""
     node = window.selection.node
-    while len(node.users) == 1:
-        (user,) = node.users
+    while len(readers(node)) == 1:
+        (user,) = readers(node)
         if user.op == "output":
             return None
         if user.target is aten.index_put.default:
             return user if _same_slots(user, node, window, pool) else None
-        if user.target is aten.copy_.default:
-            direct = pool.slots is None and user.args[0] is pool.node and _same_order(node, window)
-            return node if direct and dtype(node) == dtype(pool.node) else None
+        if user.target in (aten.copy_.default, aten.copy.default) and user.args[0] is pool.node:
+            whole = pool.slots is None and _same_order(node, window)
+            if user.target is aten.copy.default:  # casts to the pool's dtype itself
+                return user if whole and dtype(node) in (torch.float32, dtype(pool.node)) else None
+            return node if whole and dtype(node) == dtype(pool.node) else None
         if _moved(user, window.selection) is None:
             return None
         node = user

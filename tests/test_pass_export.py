@@ -49,6 +49,27 @@ def test_exported_graph_is_rewritten_in_place(contraction, checkpoint, dynamic):
         assert_within_budget(x, y, z, "result")
 
 
+def test_outputs_that_are_viewed_as_one_axis():
+    """A token's output was dense, and becomes a slice of the window's: ``view`` must not fail on it."""
+    from test_pass_near_misses import make_inputs, plain_step, select
+
+    class Flattened(torch.nn.Module):
+        def forward(self, pool, slots, q, k, v, g, beta, n):
+            S, outs, states = pool[slots], [], []
+            for t in range(q.shape[1]):
+                S, o = plain_step(S, q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t])
+                outs.append(o.transpose(0, 1).transpose(0, 1).view(-1, o.shape[-1]))
+                states.append(S)
+            return torch.cat(outs), select(torch.stack(states, 1), n)
+
+    args = make_inputs()
+    with torch.no_grad():
+        program = torch.export.export(Flattened(), args, strict=False).run_decompositions()
+    assert rewrite(program.graph).matched == 1
+    program.graph_module.recompile()
+    torch.testing.assert_close(tuple(Interpreter(program.graph_module).run(*args)), Flattened()(*args))
+
+
 def test_program_with_a_rewritten_graph_runs_as_a_module():
     """Names of inputs and outputs stay in step with the program's signature."""
     s = Spelling(T=2, checkpoint="pool", preprocessing="step")
