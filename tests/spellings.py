@@ -28,7 +28,7 @@ CHOICES = {
     "preprocessing": ("window", "window_exp", "step"),
     "T": (2, 3, 8),
     "B": (1, 3),
-    "layers": (1, 3),
+    "layers": (1, 2),
     "shapes": ("static", "batch_dynamic", "all_dynamic"),
 }
 
@@ -96,8 +96,8 @@ def _possible(s: Spelling) -> Spelling:
     # A batch of one is no dynamic dimension to PyTorch, nor is one that take_along_dim has looked at.
     fixed = s.B == 1 or s.selection == "take_along_dim"
     s = replace(s, shapes="static") if fixed and s.shapes == "batch_dynamic" else s
-    # A long window of many layers only costs time.
-    return replace(s, layers=1) if s.T > 3 else s
+    # A long window of several layers, or with symbolic sizes, only costs time.
+    return replace(s, layers=1, shapes="static") if s.T > 3 else s
 
 
 def _pairs(s: Spelling) -> set:

@@ -9,7 +9,9 @@ from torch.utils import _pytree as pytree
 SAMPLE = covering_sample(56)
 PARTICULAR = [
     Spelling(T=16),
-    Spelling(T=16, contraction="einsum", checkpoint="functional", shapes="all_dynamic"),
+    Spelling(T=16, contraction="einsum", checkpoint="functional"),
+    Spelling(T=8, shapes="batch_dynamic"),
+    Spelling(layers=3),
     Spelling(H=3, K=6, V=6),  # heads like rows, square states
     Spelling(H=3, K=3, V=3, contraction="matmul", shapes="all_dynamic"),
     Spelling(H=1, B=1),
