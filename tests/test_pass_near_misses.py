@@ -508,8 +508,8 @@ def states_rounded_into_the_stack(pool, slots, q, k, v, g, beta, n):
 CASES["states_rounded_into_the_stack"] = ("rounded_between_steps", states_rounded_into_the_stack, make_inputs)
 
 
-# Dynamic tracing is slow, and the reasons that depend on sizes are few: a third of the cases has to do.
-BOTH = [(name, False) for name in CASES] + [(name, True) for name in list(CASES)[::3]]
+# Dynamic tracing is slow, and the reasons that depend on sizes are few: a quarter of the cases has to do.
+BOTH = [(name, False) for name in CASES] + [(name, True) for name in list(CASES)[::4]]
 
 
 @pytest.mark.parametrize(("name", "dynamic"), BOTH, ids=lambda x: {False: "static", True: "dynamic"}.get(x, x))

@@ -6,7 +6,7 @@ from rewriting import assert_within_budget, copied, run_rewritten, verify_calls
 from spellings import Spelling, Step, covering_sample, inputs
 from torch.utils import _pytree as pytree
 
-SAMPLE = covering_sample(56)
+SAMPLE = covering_sample(44)
 PARTICULAR = [
     Spelling(T=16),
     Spelling(T=16, contraction="einsum", checkpoint="functional"),
