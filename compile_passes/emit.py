@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_passes.algebra import Product
-from compile_passes.index_notation import Axis, Digit, Element, Lookup, broadcast, same_size
+from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, broadcast, same_size
 from compile_passes.integers import ELEMENTWISE
 from compile_passes.views import strip
 
@@ -128,17 +128,23 @@ def _lift_digit(column: Sequence[Digit], token: Axis) -> Digit | None:
     return Digit(token, first.size) if counting and same_size(first.size, len(column)) else None
 
 
-def insert(graph: Graph, before: Node, function: Callable[..., object], arguments: Sequence[Node]) -> object:
+def insert(graph: Graph, before: Node, function: Callable[..., object], arguments: Sequence[Node | None]) -> object:
     """Trace ``function`` on the arguments' fake values and copy the trace in front of ``before``.
 
-    Returns the nodes that stand for the function's results, in the function's own structure (a node or a tuple of nodes).
+    Returns the nodes that stand for the function's results, in the function's own structure (a node, or a list of
+    nodes). None stays None in both.
     """
-    values = [n.meta["val"] for n in arguments]
+    present = [n for n in arguments if n is not None]
+
+    def traced(*tensors: Tensor) -> object:
+        given = iter(tensors)
+        return function(*(None if n is None else next(given) for n in arguments))
+
     with fake_mode(graph):
-        trace = make_fx(function, select_decomp_table(), tracing_mode="real")(*values)
+        trace = make_fx(traced, select_decomp_table(), tracing_mode="real")(*(n.meta["val"] for n in present))
     trace.graph.eliminate_dead_code()
     copies: dict[Node, Node] = {}
-    placeholders = iter(arguments)
+    placeholders = iter(present)
     stack_trace = before.meta.get("stack_trace")
     with graph.inserting_before(before):
         for node in trace.graph.nodes:
@@ -148,6 +154,8 @@ def insert(graph: Graph, before: Node, function: Callable[..., object], argument
                 return torch.fx.map_arg(node.args[0], lambda n: copies[n])
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
+                if node.target is aten.view.default:  # this late, Inductor's graphs reshape
+                    copies[node].target = aten.reshape.default
                 if stack_trace is not None:
                     copies[node].meta.setdefault("stack_trace", stack_trace)
     raise AssertionError("a traced graph ends with an output node")

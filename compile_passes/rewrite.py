@@ -9,6 +9,7 @@ import re
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from compile_passes.dedupe import dedupe_integers
 from compile_passes.find import Window, candidates, match
 from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
 from compile_passes.reasons import Refused
@@ -47,6 +48,7 @@ def rewrite(graph: Graph) -> Report:
         log.info("rewrote %s", stack.name)
         report.layers.append(layer)
     if report.matched:
+        dedupe_integers(graph)
         graph.lint()
     return report
 

@@ -3,8 +3,8 @@
 Importing this package registers ``torch.ops.recoverssm``; it imports torch alone (triton on the first CUDA call).
 """
 
-from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
 from recoverssm_ops.commit_plan import CommitPlan
+from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
 from recoverssm_ops.records import Record
 
 __all__ = ["CommitPlan", "Record", "kda_commit", "kda_recover", "kda_verify"]
