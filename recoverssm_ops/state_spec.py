@@ -66,7 +66,9 @@ class LayerShape:
             object.__setattr__(self, "conv_channels", 0)
         else:
             expect_size("conv_width", self.conv_width)
-            self._default("conv_channels", 2 * self.num_heads * self.head_k_dim + self.num_value_heads * self.head_v_dim)
+            self._default(
+                "conv_channels", 2 * self.num_heads * self.head_k_dim + self.num_value_heads * self.head_v_dim
+            )
         for name in ("state_dtype", "conv_dtype"):
             expect_dtype(name, getattr(self, name))
 
