@@ -135,6 +135,14 @@ class MemoryPlan:
             fit = row(self._fit_label(), lambda x: f"{self.requests_that_fit(x):,}")
             rows += [share, fit]
             if self.kv_bytes_per_token:
+                used = [self.used_bytes(x) for x in layouts]
+        label = f"{_count(self.requests_per_rank, 'request')} in a step"
+        rows.append((label, *(human_bytes(x, beside=max(used)) for x in used)))
+        if self.budget is not None:
+            share = row("share of the budget", lambda x: f"{self.used_bytes(x) / self.budget:.1%}")
+            fit = row(self._fit_label(), lambda x: f"{self.requests_that_fit(x):,}")
+            rows += [share, fit]
+            if self.kv_bytes_per_token:
                 rows.append(row("KV cache tokens beside them", self._tokens))
         return rows
 
@@ -147,7 +155,8 @@ class MemoryPlan:
 
     def summary(self) -> str:
         if self.freed_bytes <= 0:
-            return f"RecoverSSM frees nothing here: it needs {human_bytes(-self.freed_bytes)} more (a window of {self.spec.window})."
+            more = human_bytes(-self.freed_bytes)
+            return f"RecoverSSM frees nothing here: it needs {more} more (a window of {self.spec.window})."
         text = f"RecoverSSM frees {human_bytes(self.freed_bytes)} for {_count(self.requests_per_rank, 'request')}"
         if not self.kv_bytes_per_token:
             return text + " (no full attention layers given, so no tokens to count)."
@@ -164,9 +173,9 @@ class MemoryPlan:
         return f"One GPU of {ranks}: {spec.num_layers} layers, {heads}, {sizes}, {_count(spec.drafts, 'draft')}{budget}"
 
 
-def human_bytes(nbytes: int) -> str:
-    """MiB as the field counts states; GiB from ten of them on."""
-    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= 10 * GIB else f"{nbytes / MIB:,.2f} MiB"
+def human_bytes(nbytes: int, beside: int = 0) -> str:
+    """MiB, as the field counts states; GiB where this figure or the one ``beside`` it has ten of them."""
+    return f"{nbytes / GIB:,.2f} GiB" if max(nbytes, beside) >= 10 * GIB else f"{nbytes / MIB:,.2f} MiB"
 
 
 def _name(dtype: torch.dtype) -> str:

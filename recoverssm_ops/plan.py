@@ -44,13 +44,12 @@ def print_table(plan: MemoryPlan) -> None:
         except ImportError:
             pass
         else:
-            table = Table(title=plan.title(), title_justify="left", caption=plan.summary(), caption_justify="left")
-            table.add_column("")
+            table = Table("")
             table.add_column("plain", justify="right")
             table.add_column("recoverssm", justify="right", style="green")
             for row in plan.rows():
                 table.add_row(*row) if any(row) else table.add_section()
-            Console(highlight=False).print(table)
+            Console(highlight=False).print(plan.title(), "", table, "", plan.summary(), sep="\n")
             return
     print(plain_table(plan))
 

@@ -223,7 +223,7 @@ class StateSpec:
         return Layout("plain", self.num_layers, self.window, self._recurrent() + conv, (), self.alignment)
 
     def recoverssm(self) -> Layout:
-        """One slot per request with W-1 conv columns; the record ``u``, ``k``, ``g`` and the window's conv inputs are transient.
+        """One slot per request with W-1 conv columns; record (``u``, ``k``, ``g``) and conv inputs of the window are transient.
 
         ``u`` is the only tensor made for the record. ``k``, ``g`` and the conv inputs are the layer's own activations, counted
         because they stay alive until the commit, for all layers at once.
