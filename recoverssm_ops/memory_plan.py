@@ -103,45 +103,33 @@ class MemoryPlan:
         }
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The table: label, plain, recoverssm. An empty row separates groups."""
-        layouts = plain, recoverssm = self.layouts
+        """The table: label, plain, recoverssm. An empty row separates what one request needs from what all need."""
+        layouts = self.layouts
 
-        def row(label: str, value: Callable[[Layout], str]) -> tuple[str, str, str]:
-            return label, value(plain), value(recoverssm)
+        def row(label: str, value: Callable[[Layout], object]) -> tuple[str, str, str]:
+            return label, *(f"{value(layout)}" for layout in layouts)
 
-        def part(layout: Layout, name: str) -> str:
-            found = [p for p in layout.state + layout.transient if p.name == name]
-            return human_bytes(layout.num_layers * found[0].nbytes) if found else "-"
+        def size(label: str, value: Callable[[Layout], int]) -> tuple[str, str, str]:
+            both = [value(layout) for layout in layouts]
+            return label, *(human_bytes(n, beside=max(both)) for n in both)
 
-        rows = [row("slots per request", lambda x: f"{x.slots_per_request}")]
-        rows.append(row("recurrent state of a slot", lambda x: part(x, "recurrent")))
-        if self.spec.shard.conv_width is not None:
-            columns = [f"{p.shape[1]}" for x in layouts for p in x.state if p.name == "conv"]
-            rows.append(row(f"conv state of a slot ({' | '.join(columns)} columns)", lambda x: part(x, "conv")))
-        rows.append(row("slot (what is copied, moved, published)", lambda x: human_bytes(x.slot_bytes)))
-        rows.append(row("request at rest", lambda x: human_bytes(x.state_bytes)))
-        rows.append(
-            row("+ records u, k, g in a step", lambda x: human_bytes(x.bytes_of("u", "k", "g")) if x.transient else "-")
-        )
-        if self.spec.shard.conv_width is not None:
-            rows.append(row("+ conv inputs in a step", lambda x: part(x, "conv_inputs")))
-        rows.append(row("request in a step", lambda x: human_bytes(x.step_bytes)))
+        def part(label: str, *names: str) -> tuple[str, str, str]:
+            return size(label, lambda x: x.num_layers * sum(p.nbytes for p in x.state + x.transient if p.name in names))
+
+        conv = self.spec.shard.conv_width is not None
+        columns = " | ".join(f"{p.shape[1]}" for x in layouts for p in x.state if p.name == "conv")
+        rows = [row("slots per request", lambda x: x.slots_per_request), part("recurrent state of a slot", "recurrent")]
+        rows += [part(f"conv state of a slot ({columns} columns)", "conv")] if conv else []
+        rows.append(size("slot (what is copied, moved, published)", lambda x: x.slot_bytes))
+        rows.append(size("request at rest", lambda x: x.state_bytes))
+        rows.append(part("+ records u, k, g in a step", "u", "k", "g"))
+        rows += [part("+ conv inputs in a step", "conv_inputs")] if conv else []
+        rows.append(size("request in a step", lambda x: x.step_bytes))
         rows.append(("", "", ""))
-        rows.append(
-            row(f"{_count(self.requests_per_rank, 'request')} in a step", lambda x: human_bytes(self.used_bytes(x)))
-        )
+        rows.append(size(f"{_count(self.requests_per_rank, 'request')} in a step", self.used_bytes))
         if self.budget is not None:
-            share = row("share of the budget", lambda x: f"{self.used_bytes(x) / self.budget:.1%}")
-            fit = row(self._fit_label(), lambda x: f"{self.requests_that_fit(x):,}")
-            rows += [share, fit]
-            if self.kv_bytes_per_token:
-                used = [self.used_bytes(x) for x in layouts]
-        label = f"{_count(self.requests_per_rank, 'request')} in a step"
-        rows.append((label, *(human_bytes(x, beside=max(used)) for x in used)))
-        if self.budget is not None:
-            share = row("share of the budget", lambda x: f"{self.used_bytes(x) / self.budget:.1%}")
-            fit = row(self._fit_label(), lambda x: f"{self.requests_that_fit(x):,}")
-            rows += [share, fit]
+            rows.append(row("share of the budget", lambda x: f"{self.used_bytes(x) / self.budget:.1%}"))
+            rows.append(row(self._fit_label(), lambda x: f"{self.requests_that_fit(x):,}"))
             if self.kv_bytes_per_token:
                 rows.append(row("KV cache tokens beside them", self._tokens))
         return rows
@@ -164,18 +152,21 @@ class MemoryPlan:
 
     def title(self) -> str:
         spec, shard = self.spec, self.spec.shard
+        heads = _count(shard.num_heads, "head")
+        if shard.num_value_heads != shard.num_heads:
+            heads += f" ({shard.num_value_heads} value heads)"
+        shape = f"{_count(spec.num_layers, 'layer')}, {heads}, K {shard.head_k_dim}, V {shard.head_v_dim}"
         ranks = f"tensor parallel {spec.tensor_parallel}, data parallel {spec.data_parallel}"
-        heads = f"{shard.num_heads} heads" + (
-            f" ({shard.num_value_heads} value heads)" if shard.num_value_heads != shard.num_heads else ""
-        )
-        sizes = f"K {shard.head_k_dim}, V {shard.head_v_dim}, {_name(shard.state_dtype)} state"
         budget = "" if self.budget is None else f", budget {human_bytes(self.budget)}"
-        return f"One GPU of {ranks}: {spec.num_layers} layers, {heads}, {sizes}, {_count(spec.drafts, 'draft')}{budget}"
+        state = f"{_name(shard.state_dtype)} state, {_count(spec.drafts, 'draft')}"
+        return f"One GPU of {ranks}: {shape}, {state}{budget}"
 
 
 def human_bytes(nbytes: int, beside: int = 0) -> str:
-    """MiB, as the field counts states; GiB where this figure or the one ``beside`` it has ten of them."""
-    return f"{nbytes / GIB:,.2f} GiB" if max(nbytes, beside) >= 10 * GIB else f"{nbytes / MIB:,.2f} MiB"
+    """MiB, as the field counts states; KiB or GiB where this figure, or the larger one ``beside`` it, asks for them."""
+    largest = max(nbytes, beside)
+    unit, factor = ("GiB", GIB) if largest >= 10 * GIB else ("KiB", 1024) if 0 < largest < MIB else ("MiB", MIB)
+    return f"{nbytes / factor:,.2f} {unit}"
 
 
 def _name(dtype: torch.dtype) -> str:
