@@ -13,52 +13,65 @@ from recoverssm_ops import CommitPlan, LayerShape, RecoverSSMConfig
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def mostly(good, bad):
-    """Bad values are rare enough for a whole configuration to be good often."""
-    return st.integers(0, 24).flatmap(lambda n: bad if n == 0 else good)
-
-
-def dtypes():
-    return mostly(st.sampled_from(FLOATS), st.sampled_from([torch.float64, torch.int8, torch.float8_e4m3fn]))
+LAYER_GOOD = {
+    "num_heads": st.sampled_from([1, 2, 4]),
+    "head_k_dim": st.integers(1, 9) | st.just(256),
+    "head_v_dim": st.integers(1, 9) | st.just(256),
+    "conv_width": st.none() | st.integers(2, 8),
+    "scalar_gate": st.booleans(),
+    "state_dtype": st.sampled_from(FLOATS),
+    "conv_dtype": st.sampled_from(FLOATS),
+}
+LAYER_BAD = {
+    "head_k_dim": st.just(257),
+    "head_v_dim": st.just(257),
+    "conv_width": st.sampled_from([1, 9]),
+    "state_dtype": st.sampled_from([torch.float64, torch.int8, torch.float8_e4m3fn]),
+    "conv_dtype": st.sampled_from([torch.float64, torch.int8, torch.float8_e4m3fn]),
+}
+GOOD = {
+    "drafts": st.integers(1, 15),
+    "max_seqlen": st.none() | st.just(16),
+    "tensor_parallel": st.just(1),
+    "activation_dtype": st.sampled_from(FLOATS),
+    "stochastic_rounding": st.just(False),
+    "cache_mode": st.sampled_from(["align", "none"]),
+    "state_block_size": st.integers(1, 20),
+    "max_length": st.integers(1, 64),
+    "blocks_per_request": st.just(64),
+    "new_blocks_per_step": st.none() | st.just(16),
+}
+# Bad, or near a limit that other fields decide.
+DOUBTFUL = {
+    "drafts": st.sampled_from([None, 0, 16, 40]),
+    "max_seqlen": st.integers(1, 17),
+    "tensor_parallel": st.integers(2, 4),
+    "activation_dtype": st.sampled_from([torch.float64, torch.int32]),
+    "stochastic_rounding": st.just(True),
+    "cache_mode": st.sampled_from(["all", ""]),
+    "state_block_size": st.sampled_from([0, None]),
+    "max_length": st.just(None),
+    "blocks_per_request": st.integers(0, 12) | st.none(),
+    "new_blocks_per_step": st.integers(0, 6),
+}
+LAYERS = ("odd layer", "bad layers", "no layers")
 
 
 @st.composite
-def layer_lists(draw):
-    heads = draw(st.sampled_from([1, 2, 4]))
-    layer = {
-        "num_heads": heads,
-        "num_value_heads": heads * draw(st.integers(1, 2)),
-        "head_k_dim": draw(mostly(st.integers(1, 9), st.sampled_from([256, 257]))),
-        "head_v_dim": draw(mostly(st.integers(1, 9), st.sampled_from([256, 300]))),
-        "conv_width": draw(mostly(st.none() | st.integers(2, 8), st.sampled_from([1, 9]))),
-        "scalar_gate": draw(st.booleans()),
-        "state_dtype": draw(dtypes()),
-        "conv_dtype": draw(dtypes()),
-    }
-    layers = [LayerShape(**layer)] * draw(st.integers(1, 3))
-    odd = draw(
-        mostly(st.none(), st.sampled_from([{"head_k_dim": 11}, {"conv_width": 7}, {"state_dtype": torch.float32}]))
-    )
-    return layers if odd is None else [*layers, LayerShape(**layer | odd)]
-
-
-options = st.fixed_dictionaries(
-    {
-        "layers": mostly(layer_lists(), st.just([])),
-        "drafts": mostly(st.integers(1, 15), st.sampled_from([None, 0, 16, 40])),
-    },
-    optional={
-        "max_seqlen": mostly(st.none() | st.just(16), st.integers(1, 17)),
-        "tensor_parallel": mostly(st.just(1), st.integers(1, 4)),
-        "activation_dtype": dtypes(),
-        "stochastic_rounding": mostly(st.just(False), st.just(True)),
-        "cache_mode": mostly(st.sampled_from(["none", "align"]), st.sampled_from(["all", ""])),
-        "state_block_size": mostly(st.integers(1, 20), st.sampled_from([0, None])),
-        "max_length": mostly(st.integers(1, 64), st.just(None)),
-        "blocks_per_request": mostly(st.integers(8, 64), st.sampled_from([1, None])),
-        "new_blocks_per_step": mostly(st.none() | st.just(16), st.integers(0, 4)),
-    },
-)
+def combinations(draw):
+    """A good configuration with none, one or two fields changed for doubtful values."""
+    doubtful = draw(st.sets(st.sampled_from([*DOUBTFUL, *LAYERS]), max_size=2))
+    o = {name: draw(DOUBTFUL[name] if name in doubtful else GOOD[name]) for name in GOOD}
+    layer = {name: draw(strategy) for name, strategy in LAYER_GOOD.items()}
+    layer["num_value_heads"] = layer["num_heads"] * draw(st.integers(1, 2))
+    if "bad layers" in doubtful:
+        name = draw(st.sampled_from(list(LAYER_BAD)))
+        layer[name] = draw(LAYER_BAD[name])
+    o["layers"] = [LayerShape(**layer)] * draw(st.integers(1, 3))
+    if "odd layer" in doubtful:
+        name = draw(st.sampled_from(list(LAYER_GOOD)[1:]))
+        o["layers"].append(LayerShape(**layer | {name: draw(LAYER_GOOD[name])}))
+    return o | ({"layers": []} if "no layers" in doubtful else {})
 
 
 def wrong_fields(o: dict) -> set[str]:
@@ -94,8 +107,8 @@ def wrong_fields(o: dict) -> set[str]:
     return wrong
 
 
-@given(options)
-@settings(max_examples=400)
+@given(combinations())
+@settings(max_examples=600)
 def test_refused_exactly_when_a_field_is_wrong(o):
     wrong = wrong_fields(o)
     try:
@@ -112,7 +125,7 @@ ALIGNED = {"cache_mode": "align", "max_length": 64, "blocks_per_request": 64}
 SMALL = LayerShape(num_heads=2, head_k_dim=4, num_value_heads=4, head_v_dim=3)
 
 
-@given(options.filter(lambda o: not wrong_fields(o)), st.data())
+@given(combinations().filter(lambda o: not wrong_fields(o)), st.data())
 @example({"layers": [SMALL], "drafts": 15, "state_block_size": 1, **ALIGNED}, None)
 @example({"layers": [SMALL], "drafts": 5, "state_block_size": 4, **ALIGNED, "tensor_parallel": 2}, None)
 @settings(max_examples=60)
@@ -170,3 +183,31 @@ def test_what_is_refused_would_not_run():
             run(K=257)
         with pytest.raises(TypeError, match="state should have dtype float32, bfloat16, float16, but was float64"):
             run(state_dtype=torch.float64)
+
+
+def accepted(**options) -> bool:
+    try:
+        RecoverSSMConfig(layers=[SMALL], cache_mode="align", **options)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16, 17, 2048])
+def test_limits_of_the_block_table(size):
+    """One column fewer than the longest request has blocks is refused, and no more is asked for."""
+    for length in range(1, 70):
+        blocks = len({token // size for token in range(length)})
+        common = {"drafts": 7, "state_block_size": size, "max_length": length}
+        assert accepted(**common, blocks_per_request=blocks)
+        assert blocks == 1 or not accepted(**common, blocks_per_request=blocks - 1)
+
+
+@pytest.mark.parametrize("drafts", range(1, 16))
+def test_limits_of_allocation_in_a_step(drafts):
+    """As many blocks as can begin inside of one window, wherever it starts; behaviour 18 for an engine that allocates fewer."""
+    for size in (*range(1, 19), 2048):
+        begun = max(sum(t % size == 0 for t in range(n, n + drafts + 1)) for n in range(size))
+        common = {"drafts": drafts, "state_block_size": size, "max_length": 64, "blocks_per_request": 64}
+        assert accepted(**common, new_blocks_per_step=begun)
+        assert begun == 1 or not accepted(**common, new_blocks_per_step=begun - 1)
