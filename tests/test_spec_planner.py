@@ -66,6 +66,15 @@ def test_the_documented_command_prints_the_documented_table(capsys):
     assert run(capsys, command) == table
 
 
+def test_the_documented_python_runs(capsys):
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert names["config"].spec == names["spec"]
+    assert capsys.readouterr().out.splitlines()[-1] == f"8 {names['layout'].slot_bytes}"
+
+
 def test_published_figures_in_the_table(capsys):
     rows = figures(run(capsys, f"{KIMI_K3} --requests 64"))
     assert rows["slots per request"] == ("8", "1")
