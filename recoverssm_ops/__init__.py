@@ -4,7 +4,18 @@ Importing this package registers ``torch.ops.recoverssm``; it imports torch alon
 """
 
 from recoverssm_ops.commit_plan import CommitPlan
+from recoverssm_ops.config import RecoverSSMConfig
 from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
 from recoverssm_ops.records import Record
+from recoverssm_ops.state_spec import LayerShape, StateSpec
 
-__all__ = ["CommitPlan", "Record", "kda_commit", "kda_recover", "kda_verify"]
+__all__ = [
+    "CommitPlan",
+    "LayerShape",
+    "Record",
+    "RecoverSSMConfig",
+    "StateSpec",
+    "kda_commit",
+    "kda_recover",
+    "kda_verify",
+]
