@@ -3,8 +3,17 @@
 Importing this package registers ``torch.ops.recoverssm``; it imports torch alone (triton on the first CUDA call).
 """
 
-from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
 from recoverssm_ops.commit_plan import CommitPlan
+from recoverssm_ops.conv import causal_conv1d_commit, causal_conv1d_verify
+from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
 from recoverssm_ops.records import Record
 
-__all__ = ["CommitPlan", "Record", "kda_commit", "kda_recover", "kda_verify"]
+__all__ = [
+    "CommitPlan",
+    "Record",
+    "causal_conv1d_commit",
+    "causal_conv1d_verify",
+    "kda_commit",
+    "kda_recover",
+    "kda_verify",
+]
