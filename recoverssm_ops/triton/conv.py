@@ -100,7 +100,7 @@ def conv_commit_kernel(
     # The source may be a destination, and a store need not be laid out over the threads as the loads were.
     tl.debug_barrier()
 
-    for m in tl.static_range(M):
+    for m in range(M):
         to = tl.load(dest + row * dest_row + m * dest_column).to(tl.int64)
         n = tl.load(length + row * length_row + m * length_column).to(tl.int64)
         n = tl.maximum(tl.minimum(n, tokens), 0)
