@@ -31,7 +31,7 @@ def verify(
         history = conv_state[:batch]
     else:
         active = conv_state_indices > pad_slot_id
-        history = _histories(conv_state, conv_state_indices, active)
+        history = conv_state[torch.where(active, conv_state_indices, 0).long()]
         valid = active[:, None] if valid is None else valid & active[:, None]
 
     # W shifted products: every output is the same sum in the same order whatever T is, so that a window gives what
@@ -74,7 +74,8 @@ def commit(
 
     # Columns of cat(history, x), [B, M, W-1]: the first W-1 of them are the history's.
     column = n[..., None] + torch.arange(kept, device=x.device)
-    history = _histories(conv_state, source, source > pad_slot_id)
+    active = source > pad_slot_id
+    history = conv_state[torch.where(active, source, 0).long()]
     value = history[rows[:, None, None], :, column.clamp(max=kept - 1)]
     if x.shape[1] > 0:
         token = (start[:, None, None] + column - kept).clamp(0, x.shape[1] - 1)
@@ -84,14 +85,8 @@ def commit(
 
     # Without data-dependent shapes a skipped column must still write something: it repeats what a written one writes,
     # and where nothing is written, slot 0 receives what it holds.
-    written = ((dest > pad_slot_id) & (source > pad_slot_id)[:, None]).flatten()
+    written = ((dest > pad_slot_id) & active[:, None]).flatten()
     any_written = written.any()
     item = torch.where(written, torch.arange(written.shape[0], device=x.device), written.long().argmax())
     slot = torch.where(any_written, dest.long().flatten()[item], 0)
     conv_state.index_put_((slot,), torch.where(any_written, value[item], conv_state[slot]))
-
-
-def _histories(conv_state: Tensor, slots: Tensor, active: Tensor) -> Tensor:
-    """The histories of the rows, ``[B, D, W-1]`` in the pool's dtype; zeros for padding rows."""
-    rows = conv_state[torch.where(active, slots, 0).long()]
-    return torch.where(active[:, None, None], rows, 0)

@@ -8,7 +8,7 @@ from recoverssm_ops.triton.conv import conv_commit_kernel, conv_verify_kernel
 
 def compile_verify(
     arch: int, data: str, T: int = 8, W: int = 4, D: int = 4096, *, state: str = "", weight: str = "", bias: bool = False,
-    packed: bool = False, silu: bool = True, strided: bool = False,
+    packed: bool = False, silu: bool = True, pool: str = "dense",
 ) -> Compiled:  # fmt: skip
     """The kernel as the launcher would build it."""
     signature = {"x": f"*{data}", "y": f"*{data}", "weight": f"*{weight or data}", "state": f"*{state or data}"}
@@ -19,13 +19,13 @@ def compile_verify(
         constants["bias_channel"] = 1
     if packed:
         signature["cu_seqlens"] = "*i32"
-    constants |= {"weight_channel": W, "weight_tap": 1} | _layout(W, signature, strided)
+    constants |= {"weight_channel": W, "weight_tap": 1} | _layout(W, signature, pool)
     return _compile(conv_verify_kernel, signature, constants | {"D": D, "W": W, "T": T, "SILU": silu}, arch)
 
 
 def compile_commit(
     arch: int, data: str, T: int = 8, W: int = 4, D: int = 4096, *, state: str = "", columns: int = 1,
-    packed: bool = False, strided: bool = False,
+    packed: bool = False, pool: str = "dense",
 ) -> Compiled:  # fmt: skip
     signature = {"x": f"*{data}", "state": f"*{state or data}"}
     signature |= dict.fromkeys(("source", "dest", "length"), "*i32") | dict.fromkeys(
@@ -36,16 +36,18 @@ def compile_commit(
         constants |= {f"{plan}_row": columns, f"{plan}_column": 1}
     if packed:
         signature["cu_seqlens"] = "*i32"
-    constants |= _layout(W, signature, strided) | {"D": D, "W": W, "T": T, "M": columns}
+    constants |= _layout(W, signature, pool) | {"D": D, "W": W, "T": T, "M": columns}
     return _compile(conv_commit_kernel, signature, constants, arch)
 
 
-def _layout(W: int, signature: dict[str, str], strided: bool) -> dict[str, int]:
-    """Strides: x with contiguous channels and a dense pool ``[slots, D, W-1]``, or a pool of any strides."""
+def _layout(W: int, signature: dict[str, str], pool: str) -> dict[str, int]:
+    """Strides. ``pool``: "dense" ``[slots, D, W-1]``, "channels innermost", or "strided" anyhow; x has its channels innermost."""
     signature |= dict.fromkeys(("x_row", "x_token", "state_slot"), "i32")
-    if strided:
-        signature |= dict.fromkeys(("state_channel", "state_column"), "i32")
-    return {"x_channel": 1, "state_channel": W - 1, "state_column": 1}
+    if pool != "dense":
+        signature["state_column"] = "i32"
+    if pool == "strided":
+        signature["state_channel"] = "i32"
+    return {"x_channel": 1, "state_channel": W - 1 if pool == "dense" else 1, "state_column": 1}
 
 
 def _compile(kernel, signature: dict[str, str], constants: dict, arch: int) -> Compiled:
