@@ -41,7 +41,7 @@ def compile_commit(
 
 
 def _layout(W: int, signature: dict[str, str], pool: str) -> dict[str, int]:
-    """Strides. ``pool``: "dense" ``[slots, D, W-1]``, "channels innermost", or "strided" anyhow; x has its channels innermost."""
+    """Strides; x has its channels innermost. ``pool``: "dense" ``[slots, D, W-1]``, "channels innermost" or "strided"."""
     signature |= dict.fromkeys(("x_row", "x_token", "state_slot"), "i32")
     if pool != "dense":
         signature["state_column"] = "i32"
