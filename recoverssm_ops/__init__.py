@@ -5,6 +5,7 @@ Importing this package registers ``torch.ops.recoverssm``; it imports torch alon
 
 from recoverssm_ops.commit_plan import CommitPlan
 from recoverssm_ops.config import RecoverSSMConfig
+from recoverssm_ops.conv import causal_conv1d_commit, causal_conv1d_verify
 from recoverssm_ops.kda import kda_commit, kda_recover, kda_verify
 from recoverssm_ops.records import Record
 from recoverssm_ops.state_spec import LayerShape, StateSpec
@@ -15,6 +16,9 @@ __all__ = [
     "Record",
     "RecoverSSMConfig",
     "StateSpec",
+    "Record",
+    "causal_conv1d_commit",
+    "causal_conv1d_verify",
     "kda_commit",
     "kda_recover",
     "kda_verify",

@@ -71,3 +71,34 @@ def recurrence(
             o[t, h] = S[h] @ (scale * q_h)
         states.append(S)
     return o, u, torch.stack(states)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor,
+    *,
+    activation: str | None = "silu",
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """The short convolution over one window of one request, one token at a time.
+
+    Args:
+        x: ``[T, D]``; weight: ``[D, W]``, newest input last; bias: ``[D]`` or None.
+        history: ``[D, W-1]``, the inputs before the window, oldest first.
+        dtype: everything is converted to it first.
+
+    Returns:
+        ``y [T, D]`` and ``histories [T + 1, D, W-1]``, where ``histories[n]`` is the history after n tokens.
+    """
+    x, weight, history = (a.to(dtype) for a in (x, weight, history))
+    y, histories = torch.zeros_like(x), [history]
+    for t in range(x.shape[0]):
+        inputs = torch.cat([histories[-1], x[t].unsqueeze(1)], 1)
+        total = (inputs * weight).sum(1)
+        if bias is not None:
+            total = total + bias.to(dtype)
+        y[t] = total / (1 + torch.exp(-total)) if activation == "silu" else total
+        histories.append(inputs[:, 1:])
+    return y, torch.stack(histories)

@@ -142,6 +142,34 @@ def check_rows(name: str, x: Tensor, batch: int, device: torch.device) -> None:
     expect_shape(name, x, (batch,), "[B]")
 
 
+def check_slots(name: str, slots: Tensor | None, batch: int, pool_name: str, pool: Tensor, pad_slot_id: int) -> None:
+    """Slots of the rows in a pool, or None where row b uses slot b."""
+    expect_int("pad_slot_id", pad_slot_id)
+    if slots is None:
+        if not torch.compiler.is_compiling() and pool.shape[0] < batch:
+            raise ValueError(
+                f"{name} should be given, or {pool_name} have at least {batch} slots, one a row, but it had {pool.shape[0]}"
+            )
+        return
+    check_rows(name, slots, batch, pool.device)
+    if debugging():
+        debug_slots(name, slots, pool.shape[0], pad_slot_id)
+
+
+def check_plan(
+    source: Tensor, dest: Tensor, length: Tensor, batch: int, pool_name: str, pool: Tensor, pad_slot_id: int
+) -> None:
+    """The fields of a commit plan for ``batch`` rows of a pool."""
+    expect_tensor("plan.source", source, INTEGERS, pool.device)
+    check_slots("plan.source", source, batch, pool_name, pool, pad_slot_id)
+    expect_tensor("plan.dest", dest, INTEGERS, pool.device)
+    expect_shape("plan.dest", dest, (batch, None), "[B, M]")
+    expect_tensor("plan.length", length, INTEGERS, pool.device)
+    expect_shape("plan.length", length, tuple(dest.shape), "[B, M] like plan.dest")
+    if debugging():
+        debug_slots("plan.dest", dest, pool.shape[0], pad_slot_id)
+
+
 def debugging() -> bool:
     return os.environ.get("RECOVERSSM_DEBUG") == "1" and not torch.compiler.is_compiling()
 
