@@ -189,8 +189,16 @@ GOOD = {
     "window": 4,
 }
 BAD = {
-    "counts float": ({"num_accepted": torch.ones(2)}, TypeError, "num_accepted should have dtype int32, int64, but was"),
-    "counts of another batch": ({"num_accepted": torch.tensor([1])}, ValueError, r"num_accepted .* \[2\], but was \[1\]"),
+    "counts float": (
+        {"num_accepted": torch.ones(2)},
+        TypeError,
+        "num_accepted should have dtype int32, int64, but was",
+    ),
+    "counts of another batch": (
+        {"num_accepted": torch.tensor([1])},
+        ValueError,
+        r"num_accepted .* \[2\], but was \[1\]",
+    ),
     "positions of another batch": ({"num_computed": torch.tensor([[1, 2]])}, ValueError, r"num_computed .* \[1, 2\]"),
     "positions elsewhere": (
         {"num_computed": torch.zeros(2, dtype=torch.int64, device="meta")},

@@ -45,7 +45,7 @@ class Cache:
 
     def publish(self, slot: int, states: tuple[Tensor, Tensor]) -> None:
         assert slot not in self.published
-        self.published[slot] = bits(self.state[slot])
+        self.published[slot] = bits(self.state[slot]).clone()
         self.expected.append((self.state[slot].clone(), states))
 
     def release(self, request: Request) -> None:
@@ -76,13 +76,15 @@ def admit(cache: Cache, rng: random.Random, block_size: int, others: list[Reques
         cache.state[slot] = torch.randn(HV, V, K, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     cache.state[request.slots[-1]] = state
     for slot in request.slots[: computed // block_size]:  # they were closed before: watched, and compared with nobody
-        cache.published[slot] = bits(cache.state[slot])
+        cache.published[slot] = bits(cache.state[slot]).clone()
     if computed and computed % block_size == 0:
         request.closed[blocks - 1] = request.now
     return request
 
 
-def run_schedule(device, block_size: int, T: int, rows: int, windows: int, seed: int, packed: bool, tight: bool) -> Cache:
+def run_schedule(
+    device, block_size: int, T: int, rows: int, windows: int, seed: int, packed: bool, tight: bool
+) -> Cache:
     """``tight``: no block beyond the committed tokens is allocated; otherwise all that the window may enter are."""
     rng = random.Random(seed)
     cache = Cache(rows * (windows + 2) * (T // block_size + 8), device, rng)
@@ -115,7 +117,7 @@ def run_schedule(device, block_size: int, T: int, rows: int, windows: int, seed:
         source = rs.CommitPlan.aligned_source(computed_, table_, block_size)
         plan = rs.CommitPlan.aligned(accepted_, computed_, table_, block_size, T, cu_seqlens=cu_seqlens)
         assert torch.equal(plan.source, source)
-        before = bits(cache.state)
+        before = bits(cache.state).clone()
         _, record = rs.kda_verify(*window.inputs, cache.state, source, **window.options)
         assert torch.equal(bits(cache.state), before)
         rs.kda_commit(cache.state, record, None, plan=plan)
@@ -191,7 +193,7 @@ def test_b18_b19_one_window_closes_several_shared_blocks(device):
     T, block_size = 8, 3
     state = torch.randn(8, HV, V, K, generator=torch.Generator().manual_seed(0)).to(device)
     state[1:] = float("nan")
-    before = bits(state[0])
+    before = bits(state[0]).clone()
     window = make_window(2, T, heads=HV, value_heads=HV, key_dim=K, value_dim=V, device=device)
     computed = torch.tensor([3, 3], device=device)
     table = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=device)
