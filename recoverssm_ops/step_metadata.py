@@ -102,7 +102,7 @@ class StepBuffers:
         self.pad_slot_id = pad_slot_id
         self.lifecycle = lifecycle
         # One allocation, so that one copy fills it: the vectors first (cu_seqlens is one longer), then the table.
-        # Each starts on 16 bytes, as kernels and Inductor assume of a tensor: 2 integers, rounded up to a cache line.
+        # Vectors are padded to 128 bytes: kernels and Inductor want tensors that start on a multiple of 16.
         self._vector = (self.batch_sizes[-1] + 16) // 16 * 16
         size = len(_FIELDS) * self._vector + self.batch_sizes[-1] * max_blocks
         self._buffer = torch.zeros(size, dtype=torch.int64, device=device)
