@@ -120,6 +120,32 @@ class CommitPlan:
         return _slots_of(block_table, block.unsqueeze(1)).squeeze(1)
 
 
+def resolve_plan(
+    plan: CommitPlan | None,
+    num_accepted: Tensor | None,
+    slots: Tensor | None,
+    slots_name: str,
+    batch: int,
+    pool_name: str,
+    pool: Tensor,
+    pad_slot_id: int,
+) -> CommitPlan:
+    """The checked plan of a commit that was given either a plan, or ``num_accepted`` and slots (None: row b is slot b)."""
+    if plan is None:
+        if num_accepted is None:
+            raise ValueError("num_accepted should be a tensor [B] unless a plan is given, but was None")
+        check.check_rows("num_accepted", num_accepted, batch, pool.device)
+        check.check_slots(slots_name, slots, batch, pool_name, pool, pad_slot_id, written=True)
+        return CommitPlan.in_place(num_accepted, torch.arange(batch, device=pool.device) if slots is None else slots)
+    for name, value in {"num_accepted": num_accepted, slots_name: slots}.items():
+        if value is not None:
+            raise ValueError(f"{name} should be None when a plan is given (the plan holds it), but was a tensor")
+    if not isinstance(plan, CommitPlan):
+        raise TypeError(f"plan should be a CommitPlan, but was {type(plan).__name__}")
+    check.check_plan(plan.source, plan.dest, plan.length, batch, pool_name, pool, pad_slot_id)
+    return plan
+
+
 def blocks_entered(window: int, block_size: int) -> int:
     """The most blocks that a window's tokens lie in, wherever it starts: ``1 + ceil((window - 1) / block_size)``.
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 import torch
 
 from recoverssm_ops.state_spec import LayerShape, StateSpec, expect_size
-from recoverssm_ops.validation import FLOATS, MAX_HEAD_DIM, MAX_WINDOW
+from recoverssm_ops.validation import FLOATS, MAX_CONV_WIDTH, MAX_HEAD_DIM, MAX_WINDOW, MIN_CONV_WIDTH
 
 CACHE_MODES = ("none", "align")
-MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
+
 MAX_DRAFTS = MAX_WINDOW - 1
 
 

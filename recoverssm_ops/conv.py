@@ -1,13 +1,10 @@
 """The public functions of the short convolution: check the inputs, name the defaults, call the operator."""
 
-import torch
 from torch import Tensor
 
 from recoverssm_ops import conv_ops as ops
 from recoverssm_ops import validation as check
-from recoverssm_ops.commit_plan import CommitPlan
-
-MIN_WIDTH, MAX_WIDTH = 2, 8
+from recoverssm_ops.commit_plan import CommitPlan, resolve_plan
 
 
 def causal_conv1d_verify(
@@ -57,7 +54,9 @@ def causal_conv1d_verify(
     batch, window = check.check_window(x, cu_seqlens, max_seqlen, "x")
     if activation not in ("silu", None):
         raise ValueError(f"activation should be 'silu' or None, but was {activation!r}")
-    check.check_slots("conv_state_indices", conv_state_indices, batch, "conv_state", conv_state, pad_slot_id)
+    check.check_slots(
+        "conv_state_indices", conv_state_indices, batch, "conv_state", conv_state, pad_slot_id, written=False
+    )
     if cu_seqlens is not None and check.debugging():
         check.debug_packing(cu_seqlens, window, x.shape[1])
     silu = activation is not None
@@ -100,21 +99,8 @@ def causal_conv1d_commit(
     _check_shapes(x, conv_state)
     limit = None if cu_seqlens is None else check.MAX_WINDOW
     batch, _ = check.check_window(x, cu_seqlens, limit, "x")
-    if plan is None:
-        if num_accepted is None:
-            raise ValueError("num_accepted should be a tensor [B] unless a plan is given, but was None")
-        check.check_rows("num_accepted", num_accepted, batch, conv_state.device)
-        check.check_slots("conv_state_indices", conv_state_indices, batch, "conv_state", conv_state, pad_slot_id)
-        if conv_state_indices is None:
-            conv_state_indices = torch.arange(batch, device=conv_state.device)
-        plan = CommitPlan.in_place(num_accepted, conv_state_indices)
-    else:
-        for name, value in {"num_accepted": num_accepted, "conv_state_indices": conv_state_indices}.items():
-            if value is not None:
-                raise ValueError(f"{name} should be None when a plan is given (the plan holds it), but was a tensor")
-        if not isinstance(plan, CommitPlan):
-            raise TypeError(f"plan should be a CommitPlan, but was {type(plan).__name__}")
-        check.check_plan(plan.source, plan.dest, plan.length, batch, "conv_state", conv_state, pad_slot_id)
+    rows = (conv_state_indices, "conv_state_indices", batch)
+    plan = resolve_plan(plan, num_accepted, *rows, "conv_state", conv_state, pad_slot_id)
     if cu_seqlens is not None and check.debugging():
         check.debug_packing(cu_seqlens, check.MAX_WINDOW, x.shape[1])
     ops.causal_conv1d_commit(conv_state, x, plan.source, plan.dest, plan.length, cu_seqlens, pad_slot_id)
@@ -126,9 +112,9 @@ def _check_shapes(x: Tensor, conv_state: Tensor) -> tuple[int, int]:
     channels, width = conv_state.shape[1], conv_state.shape[2] + 1
     if channels < 1:
         raise ValueError(f"conv_state should have at least one channel D, but its shape was {list(conv_state.shape)}")
-    if not MIN_WIDTH <= width <= MAX_WIDTH:
+    if not check.MIN_CONV_WIDTH <= width <= check.MAX_CONV_WIDTH:
         raise ValueError(
-            f"conv_state should have shape [slots, D, W-1] with width W between {MIN_WIDTH} and {MAX_WIDTH}, but was "
+            f"conv_state should have shape [slots, D, W-1] with width W between {check.MIN_CONV_WIDTH} and {check.MAX_CONV_WIDTH}, but was "
             f"{list(conv_state.shape)}"
         )
     check.expect_shape("x", x, (None, None, channels), "[B, T, D]")

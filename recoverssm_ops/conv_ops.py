@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from recoverssm_ops import portable_conv
+from recoverssm_ops.lazy_triton import launchers
 
 SCHEMAS = (
     "causal_conv1d_verify(Tensor x, Tensor weight, Tensor? bias, Tensor conv_state, Tensor? conv_state_indices, "
@@ -39,19 +40,7 @@ def _verify_cpu(x, *rest) -> Tensor:
     return portable_conv.verify(x, *rest)
 
 
-def _triton():
-    """Imported on the first CUDA call: the package itself needs torch alone."""
-    try:
-        from recoverssm_ops.triton import launch_conv
-    except ImportError as error:
-        raise ImportError(
-            "RecoverSSM needs triton for CUDA tensors: pip install triton (it comes with torch's CUDA builds), "
-            "or move the tensors to the CPU"
-        ) from error
-    return launch_conv
-
-
 _library.impl("causal_conv1d_verify", _verify_cpu, "CPU")
 _library.impl("causal_conv1d_commit", portable_conv.commit, "CPU")
-_library.impl("causal_conv1d_verify", lambda *args: _triton().verify(*args), "CUDA")
-_library.impl("causal_conv1d_commit", lambda *args: _triton().commit(*args), "CUDA")
+_library.impl("causal_conv1d_verify", lambda *args: launchers("launch_conv").verify(*args), "CUDA")
+_library.impl("causal_conv1d_commit", lambda *args: launchers("launch_conv").commit(*args), "CUDA")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from recoverssm_ops import ops
 from recoverssm_ops import validation as check
-from recoverssm_ops.commit_plan import CommitPlan
+from recoverssm_ops.commit_plan import CommitPlan, resolve_plan
 from recoverssm_ops.records import Record
 
 
@@ -77,7 +77,7 @@ def kda_verify(
         check.expect_shape("g", g, (rows, tokens, value_heads, key_dim), "[B, T, HV, K] or [B, T, HV]")
     check.expect_shape("beta", beta, (rows, tokens, value_heads), "[B, T, HV]")
     check.check_state("state", state, (None, value_heads, value_dim, key_dim), "[slots, HV, V, K]")
-    _check_slots(state, state_indices, batch, "state_indices", pad_slot_id)
+    check.check_slots("state_indices", state_indices, batch, "state", state, pad_slot_id, written=False)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             "allow_neg_eigval should be False when use_beta_sigmoid_in_kernel is False (beta is then the step size itself), "
@@ -146,27 +146,7 @@ def kda_commit(
         raise RuntimeError(
             "record was committed already, and a second commit would advance the state twice: run kda_verify again"
         )
-    if plan is None:
-        if num_accepted is None:
-            raise ValueError("num_accepted should be a tensor [B] unless a plan is given, but was None")
-        check.check_rows("num_accepted", num_accepted, batch, state.device)
-        _check_slots(state, state_indices, batch, "state_indices", pad_slot_id)
-        if state_indices is None:
-            state_indices = torch.arange(batch, device=state.device)
-        plan = CommitPlan.in_place(num_accepted, state_indices)
-    else:
-        for name, value in {"num_accepted": num_accepted, "state_indices": state_indices}.items():
-            if value is not None:
-                raise ValueError(f"{name} should be None when a plan is given (the plan holds it), but was a tensor")
-        if not isinstance(plan, CommitPlan):
-            raise TypeError(f"plan should be a CommitPlan, but was {type(plan).__name__}")
-        _check_slots(state, plan.source, batch, "plan.source", pad_slot_id)
-        check.expect_tensor("plan.dest", plan.dest, check.INTEGERS, state.device)
-        check.expect_shape("plan.dest", plan.dest, (batch, None), "[B, M]")
-        check.expect_tensor("plan.length", plan.length, check.INTEGERS, state.device)
-        check.expect_shape("plan.length", plan.length, tuple(plan.dest.shape), "[B, M] like plan.dest")
-        if check.debugging():
-            check.debug_slots("plan.dest", plan.dest, state.shape[0], pad_slot_id)
+    plan = resolve_plan(plan, num_accepted, state_indices, "state_indices", batch, "state", state, pad_slot_id)
     ops.kda_commit(
         state,
         record.u,
@@ -224,16 +204,3 @@ def _check_record(record: Record, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is not None and cu_seqlens is not record.cu_seqlens:
         raise ValueError("cu_seqlens should be the tensor that kda_verify received, but was another one")
     return record.u.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-
-
-def _check_slots(state: Tensor, slots: Tensor | None, batch: int, name: str, pad_slot_id: int) -> None:
-    check.expect_int("pad_slot_id", pad_slot_id)
-    if slots is None:
-        if not torch.compiler.is_compiling() and state.shape[0] < batch:
-            raise ValueError(
-                f"{name} should be given, or state have at least {batch} slots, one a row, but it had {state.shape[0]}"
-            )
-        return
-    check.check_rows(name, slots, batch, state.device)
-    if check.debugging():
-        check.debug_slots(name, slots, state.shape[0], pad_slot_id)

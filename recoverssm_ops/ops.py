@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recoverssm_ops import portable
+from recoverssm_ops.lazy_triton import launchers
 
 _WINDOW = "Tensor? cu_seqlens, int max_seqlen"
 _GATE = "Tensor? A_log, Tensor? dt_bias, float lower_bound"
@@ -71,21 +72,9 @@ def _without_autocast(kernel):
     return call
 
 
-def _triton():
-    """Imported on the first CUDA call: the package itself needs torch alone."""
-    try:
-        from recoverssm_ops.triton import launch
-    except ImportError as error:
-        raise ImportError(
-            "RecoverSSM needs triton for CUDA tensors: pip install triton (it comes with torch's CUDA builds), "
-            "or move the tensors to the CPU"
-        ) from error
-    return launch
-
-
 _library.impl("kda_verify", _without_autocast(_verify_cpu), "CPU")
 _library.impl("kda_commit", _without_autocast(portable.commit), "CPU")
 _library.impl("kda_recover", _without_autocast(_recover_cpu), "CPU")
-_library.impl("kda_verify", lambda *args: _triton().verify(*args), "CUDA")
-_library.impl("kda_commit", lambda *args: _triton().commit(*args), "CUDA")
-_library.impl("kda_recover", lambda *args: _triton().recover(*args), "CUDA")
+_library.impl("kda_verify", lambda *args: launchers("launch").verify(*args), "CUDA")
+_library.impl("kda_commit", lambda *args: launchers("launch").commit(*args), "CUDA")
+_library.impl("kda_recover", lambda *args: launchers("launch").recover(*args), "CUDA")

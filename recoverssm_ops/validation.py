@@ -11,6 +11,7 @@ from torch import Tensor
 
 MAX_WINDOW = 16
 MAX_HEAD_DIM = 256
+MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 INTS = (int, torch.SymInt)
@@ -142,8 +143,10 @@ def check_rows(name: str, x: Tensor, batch: int, device: torch.device) -> None:
     expect_shape(name, x, (batch,), "[B]")
 
 
-def check_slots(name: str, slots: Tensor | None, batch: int, pool_name: str, pool: Tensor, pad_slot_id: int) -> None:
-    """Slots of the rows in a pool, or None where row b uses slot b."""
+def check_slots(
+    name: str, slots: Tensor | None, batch: int, pool_name: str, pool: Tensor, pad_slot_id: int, *, written: bool
+) -> None:
+    """Slots of the rows in a pool, or None where row b uses slot b. Rows may share a slot that is only read."""
     expect_int("pad_slot_id", pad_slot_id)
     if slots is None:
         if not torch.compiler.is_compiling() and pool.shape[0] < batch:
@@ -153,7 +156,7 @@ def check_slots(name: str, slots: Tensor | None, batch: int, pool_name: str, poo
         return
     check_rows(name, slots, batch, pool.device)
     if debugging():
-        debug_slots(name, slots, pool.shape[0], pad_slot_id)
+        debug_slots(name, slots, pool.shape[0], pad_slot_id, distinct=written)
 
 
 def check_plan(
@@ -161,26 +164,38 @@ def check_plan(
 ) -> None:
     """The fields of a commit plan for ``batch`` rows of a pool."""
     expect_tensor("plan.source", source, INTEGERS, pool.device)
-    check_slots("plan.source", source, batch, pool_name, pool, pad_slot_id)
+    check_slots("plan.source", source, batch, pool_name, pool, pad_slot_id, written=False)
     expect_tensor("plan.dest", dest, INTEGERS, pool.device)
     expect_shape("plan.dest", dest, (batch, None), "[B, M]")
     expect_tensor("plan.length", length, INTEGERS, pool.device)
     expect_shape("plan.length", length, tuple(dest.shape), "[B, M] like plan.dest")
     if debugging():
-        debug_slots("plan.dest", dest, pool.shape[0], pad_slot_id)
+        debug_slots("plan.dest", dest, pool.shape[0], pad_slot_id, distinct=True)
+        debug_sources(source, dest, pad_slot_id)
 
 
 def debugging() -> bool:
     return os.environ.get("RECOVERSSM_DEBUG") == "1" and not torch.compiler.is_compiling()
 
 
-def debug_slots(name: str, slots: Tensor, num_slots: int, pad_slot_id: int) -> None:
-    """Slots of one call are distinct and exist. Synchronises with the device."""
+def debug_slots(name: str, slots: Tensor, num_slots: int, pad_slot_id: int, *, distinct: bool) -> None:
+    """Slots of one call exist, and are distinct if they are written. Synchronises with the device."""
     real = slots[slots > pad_slot_id].flatten()
     if real.numel() and (real.max() >= num_slots or real.min() < 0):
         raise ValueError(f"{name} should name slots in [0, {num_slots}), but was {slots.tolist()}")
-    if real.unique().numel() != real.numel():
+    if distinct and real.unique().numel() != real.numel():
         raise ValueError(f"{name} should name distinct slots, but was {slots.tolist()}")
+
+
+def debug_sources(source: Tensor, dest: Tensor, pad_slot_id: int) -> None:
+    """No row writes a slot that another row reads: which comes first is undefined. Synchronises with the device."""
+    rows = torch.arange(source.shape[0], device=source.device)
+    other = rows[:, None, None] != rows
+    clash = (dest[:, :, None] == source) & (dest > pad_slot_id)[:, :, None] & other
+    if clash.any():
+        raise ValueError(
+            f"plan.dest should not name another row's plan.source, but was {dest.tolist()} with sources {source.tolist()}"
+        )
 
 
 def debug_packing(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> None:

@@ -208,32 +208,42 @@ def test_another_packed_layout(device):
     rs.kda_commit(**arguments, cu_seqlens=arguments["record"].cu_seqlens)
 
 
-SLOT_VALUES = {
-    "beyond the pool": ([4, 6, 2], r"should name slots in \[0, 6\), but was \[4, 6, 2\]"),
-    "twice": ([4, 2, 2], r"should name distinct slots, but was \[4, 2, 2\]"),
-}
-
-
-@pytest.mark.parametrize("case", SLOT_VALUES)
-def test_debug_slots(device, monkeypatch, case):
+def test_debug_slots_exist(device, monkeypatch):
     monkeypatch.setenv("RECOVERSSM_DEBUG", "1")
-    values, message = SLOT_VALUES[case]
+    slots = torch.tensor([4, 6, 2], device=device)
+    columns = torch.tensor([[4], [0], [2]], device=device)
     window = make_window(B, 4, device=device)
     pool, arguments = verified(device)
-    slots = torch.tensor(values, device=device)
-    with pytest.raises(ValueError, match="state_indices " + message):
+    message = r"should name slots in \[0, 6\), but was"
+    with pytest.raises(ValueError, match=f"state_indices {message}"):
         rs.kda_verify(*window.inputs, pool.state, slots, **window.options)
-    with pytest.raises(ValueError, match="state_indices " + message):
+    with pytest.raises(ValueError, match=f"state_indices {message}"):
         rs.kda_commit(**arguments, state_indices=slots)
     arguments["num_accepted"] = None
-    columns = torch.tensor([[4], [0], [2]], device=device)
-    for plan, name in (
-        (rs.CommitPlan(slots, columns, columns), "plan.source"),
-        (rs.CommitPlan(columns[:, 0], slots[:, None], columns), "plan.dest"),
-    ):
-        with pytest.raises(ValueError, match=f"{name} should name"):
-            rs.kda_commit(**arguments, plan=plan)
+    with pytest.raises(ValueError, match=f"plan.source {message}"):
+        rs.kda_commit(**arguments, plan=rs.CommitPlan(slots, columns, columns))
+    with pytest.raises(ValueError, match=f"plan.dest {message}"):
+        rs.kda_commit(**arguments, plan=rs.CommitPlan(columns[:, 0], slots[:, None], columns))
     pool.check_unchanged()
+
+
+def test_debug_slots_are_written_once_and_may_be_read_twice(device, monkeypatch):
+    """Rows that continue from one shared state read its slot; none may write it."""
+    monkeypatch.setenv("RECOVERSSM_DEBUG", "1")
+    shared = torch.tensor([4, 2, 2], device=device)
+    apart = torch.tensor([[4], [0], [1]], device=device)
+    window = make_window(B, 4, device=device)
+    pool, arguments = verified(device)
+    rs.kda_verify(*window.inputs, pool.state, shared, **window.options)
+    with pytest.raises(ValueError, match=r"state_indices should name distinct slots, but was \[4, 2, 2\]"):
+        rs.kda_commit(**arguments, state_indices=shared)
+    arguments["num_accepted"] = None
+    with pytest.raises(ValueError, match="plan.dest should name distinct slots"):
+        rs.kda_commit(**arguments, plan=rs.CommitPlan(apart[:, 0], shared[:, None], apart))
+    with pytest.raises(ValueError, match="plan.dest should not name another row's plan.source"):
+        rs.kda_commit(**arguments, plan=rs.CommitPlan(shared, torch.tensor([[4], [0], [2]], device=device), apart))
+    pool.check_unchanged()
+    rs.kda_commit(**arguments, plan=rs.CommitPlan(shared, apart, apart))
 
 
 def test_debug_accepts_padding_more_than_once(device, monkeypatch):

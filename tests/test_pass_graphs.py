@@ -162,7 +162,7 @@ SHAPES = ("static", "batch_dynamic", "all_dynamic")
 
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("checkpoint", ["pool", "buffer", "functional"])
-def test_no_state_is_left_but_the_checkpoint(checkpoint, shapes):
+def test_b23_no_state_is_left_but_the_checkpoint(checkpoint, shapes):
     graph = rewritten(Spelling(T=4, checkpoint=checkpoint, shapes=shapes, layers=2))
     large = {n for n in graph.nodes if _elements(n) >= STATE and n.op != "placeholder"}
     if checkpoint == "functional":
@@ -194,7 +194,7 @@ def test_commit_in_the_functional_form_of_the_host(version):
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_inserted_nodes_carry_what_inductor_needs(shapes):
+def test_b30_inserted_nodes_carry_what_inductor_needs(shapes):
     """Without ``eager_input_vals`` Inductor would not keep the strides that the operators were traced with."""
     for checkpoint in ("pool", "functional"):
         graph = rewritten(Spelling(T=2, checkpoint=checkpoint, shapes=shapes))
@@ -236,7 +236,7 @@ def test_raw_inputs_reach_the_operators_unconverted():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_compiled_code_allocates_no_state(version):
+def test_b23_compiled_code_allocates_no_state(version):
     """One compilation by Inductor, with C++ and all."""
     from compile_passes.backend import recoverssm
 

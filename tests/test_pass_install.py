@@ -56,7 +56,7 @@ def test_as_an_option():
     assert added.last_report.matched == 1
 
 
-def test_as_a_context_beside_another_pass():
+def test_b27_as_a_context_beside_another_pass():
     neighbour = Neighbour()
     with config.patch({SLOT: neighbour}):
         with recoverssm_passes() as added:
@@ -67,7 +67,7 @@ def test_as_a_context_beside_another_pass():
     assert getattr(config, SLOT) is None
 
 
-def test_context_restores_the_configuration_after_an_error():
+def test_b27_context_restores_the_configuration_after_an_error():
     with pytest.raises(KeyError), recoverssm_passes():
         raise KeyError
     assert getattr(config, SLOT) is None
@@ -81,7 +81,7 @@ def test_contexts_nest():
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="a slot holds one pass before torch 2.13")
 @pytest.mark.parametrize("several", [list, tuple])
-def test_several_passes_in_the_slot(several):
+def test_b27_several_passes_in_the_slot(several):
     first, second = Neighbour("first"), Neighbour("second")
     with config.patch({SLOT: several([first, second])}), recoverssm_passes() as added:
         runs_right(torch.compile(Step(S)))
@@ -89,7 +89,7 @@ def test_several_passes_in_the_slot(several):
     assert first.saw == second.saw == [True] and added.last_report.matched == 1
 
 
-def test_as_a_backend_beside_a_pass_of_the_options():
+def test_b27_as_a_backend_beside_a_pass_of_the_options():
     neighbour = Neighbour()
     runs_right(torch.compile(Step(S), backend=recoverssm, options={SLOT: neighbour}))
     assert neighbour.saw == [True]
@@ -118,7 +118,7 @@ def test_backend_is_an_entry_point_of_the_installed_package():
     runs_right(torch.compile(Step(S), backend="recoverssm"))
 
 
-def test_two_models_in_one_process_are_both_rewritten():
+def test_b28_two_models_in_one_process_are_both_rewritten():
     with recoverssm_passes() as added:
         for s in (Spelling(T=2), Spelling(T=3, contraction="matmul", layers=2)):
             runs_right(torch.compile(Step(s)), s)
@@ -128,7 +128,7 @@ def test_two_models_in_one_process_are_both_rewritten():
 # --- uuid ---------------------------------------------------------------------------------------------------------------
 
 
-def test_uuid_can_be_pickled_and_names_everything_that_decides_the_result(monkeypatch):
+def test_b26_uuid_can_be_pickled_and_names_everything_that_decides_the_result(monkeypatch):
     added = RecoverSSMPass()
     assert added.uuid() and pickle.loads(pickle.dumps(added.uuid())) == RecoverSSMPass().uuid()
     assert pickle.loads(pickle.dumps(added)).uuid() == added.uuid()
@@ -142,7 +142,7 @@ def test_uuid_can_be_pickled_and_names_everything_that_decides_the_result(monkey
 
 
 @pytest.mark.parametrize("neighbour", [Neighbour(None), print, [Neighbour(), lambda graph: None]])
-def test_uuid_is_none_beside_a_pass_that_has_none(neighbour):
+def test_b26_uuid_is_none_beside_a_pass_that_has_none(neighbour):
     """Inductor then caches nothing, rather than to serve a graph that the unnamed pass would have changed."""
     assert RecoverSSMPass(then=neighbour).uuid() is None
 
@@ -182,7 +182,7 @@ for option in {options!r}:
 """
 
 
-def test_second_process_hits_the_cache_and_computes_the_same(tmp_path):
+def test_b26_second_process_hits_the_cache_and_computes_the_same(tmp_path):
     root = Path(__file__).resolve().parent.parent
 
     def process(*options: str) -> list[list[str]]:
@@ -208,7 +208,7 @@ def test_second_process_hits_the_cache_and_computes_the_same(tmp_path):
     [torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
     ids=["no_grad", "inference_mode", "grad_enabled", "autocast"],
 )
-def test_pool_is_updated_under(surroundings):
+def test_b35_pool_is_updated_under(surroundings):
     """The generic spelling has no operation that autocast would round."""
     added = RecoverSSMPass()
     args, expected = inputs(S), inputs(S)

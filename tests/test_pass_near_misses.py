@@ -513,7 +513,7 @@ BOTH = [(name, False) for name in CASES] + [(name, True) for name in list(CASES)
 
 
 @pytest.mark.parametrize(("name", "dynamic"), BOTH, ids=lambda x: {False: "static", True: "dynamic"}.get(x, x))
-def test_look_alike_is_left_alone(name, dynamic):
+def test_b29_look_alike_is_left_alone(name, dynamic):
     reason, fn, inputs = CASES[name]
     args = inputs()
     expected_args = copied(args)

@@ -8,7 +8,7 @@ from spellings import Spelling, Step, inputs
 
 @pytest.mark.parametrize("selection", ["index", "gather", "index_select"])
 @pytest.mark.parametrize("checkpoint", ["pool", "functional"])
-def test_acceptance_compiles_nothing_new(selection, checkpoint):
+def test_b25_acceptance_compiles_nothing_new(selection, checkpoint):
     s = Spelling(T=3, selection=selection, checkpoint=checkpoint)
     torch._dynamo.reset()
     compiled, seen = compile_rewritten(Step(s))
@@ -25,7 +25,7 @@ def test_acceptance_compiles_nothing_new(selection, checkpoint):
 
 @pytest.mark.parametrize("selection", ["index", "gather"])
 @pytest.mark.parametrize("checkpoint", ["pool", "functional"])
-def test_five_batch_sizes_take_two_graphs(selection, checkpoint):
+def test_b25_five_batch_sizes_take_two_graphs(selection, checkpoint):
     torch._dynamo.reset()
     compiled = seen = None
     for batch in (2, 1, 3, 5, 8):

@@ -46,7 +46,7 @@ def check(s: Spelling) -> None:
 
 
 @pytest.mark.parametrize("spelling", SAMPLE, ids=str)
-def test_spelling_is_rewritten(spelling):
+def test_b29_spelling_is_rewritten(spelling):
     check(spelling)
 
 
