@@ -112,7 +112,9 @@ class Engine:
         """Queue a request. Raises ValueError if it cannot ever run."""
         needed = request.wanted + self.window
         if needed > self.pools.max_length:
-            raise ValueError(f"prompt, tokens and window need {needed} positions, the pools hold {self.pools.max_length}")
+            raise ValueError(
+                f"prompt, tokens and window need {needed} positions, the pools hold {self.pools.max_length}"
+            )
         if max(request.prompt) >= self.config.vocab_size:
             raise ValueError(
                 f"prompt tokens should be below {self.config.vocab_size}, the vocabulary, got {max(request.prompt)}"

@@ -44,7 +44,7 @@ def random_model(seed: int, config: KDAConfig = SOAK_CONFIG, device: torch.devic
 
 
 def random_prompts(count: int, longest: int, window: int, block_size: int, generator: random.Random) -> list[bytes]:
-    """Distinct prompts of 1 to ``longest`` tokens, most of which begin as others do.
+    """Distinct prompts of 1 to ``longest`` tokens, most of which begin as others do; fewer, where few exist.
 
     Among the lengths are those at which something may go wrong: about a window, about a multiple of the block size.
     """
@@ -58,7 +58,9 @@ def random_prompts(count: int, longest: int, window: int, block_size: int, gener
     lengths = sorted(n for n in edges if 1 <= n <= longest)
     heads = [tokens(longest) for _ in range(max(1, count // 12))]
     prompts: dict[bytes, None] = {}
-    while len(prompts) < count:
+    for _ in range(20 * count):
+        if len(prompts) == count:
+            break
         length = generator.choice(lengths) if generator.random() < 0.5 else generator.randint(1, longest)
         head = generator.choice(heads)[: generator.randint(0, length)]
         prompts[head + tokens(length - len(head))] = None
