@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from models.decode import Drafter
 from models.drafting import prompt_lookup
@@ -29,8 +28,9 @@ from models.generate import DTYPES, MAX_DRAFTS, UsageError, kib
 from models.memory_plan import MemoryPlan
 from models.model import KDAForCausalLM
 from models.persistence import WEIGHTS, load_model
-from models.requests import Phase, Request
+from models.requests import Request
 from models.scheduler import RandomPreemption
+from models.serve_report import difference, judge, summary
 from models.soak import SOAK_CONFIG, AdversarialDrafter, random_model, random_prompts, random_requests
 from models.speculation import SpeculativeStep
 from models.workload import Arrival, SoloTexts, arriving, held_out_requests, serve_all
@@ -57,7 +57,7 @@ DEFAULTS = {
     "prompt_length": (256, 56),
     "block_size": (32, 8),
     "cache_mib": (16.0, 0.25),
-    "arrival_rate": (0.5, 4.0),
+    "arrival_rate": (0.5, 2.0),
     "preemption_rate": (0.02, 0.2),
 }
 
@@ -164,69 +164,6 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], preemption: RandomPreempt
 
         serve_all(engine, arrivals, preemption=preemption, after_step=after_step)
         return time.perf_counter() - started
-
-
-def difference(request: Request, expected: bytes, index: int, model: KDAForCausalLM) -> str | None:
-    """Where the request's text leaves solo decoding, and how close a decision that was; None where it does not."""
-    actual = request.continuation
-    if actual == expected:
-        return None
-    shorter = min(len(actual), len(expected))
-    at = next((i for i in range(shorter) if actual[i] != expected[i]), shorter)
-    prefix = list(request.prompt + expected[:at])
-    with torch.no_grad():
-        logits = model(torch.tensor([prefix], device=model.embed_tokens.weight.device))[0, -1]
-    first, second = logits.topk(2).values.tolist()
-    return (
-        f"request {index} leaves solo decoding at token {at}: {actual[at : at + 20]!r} != {expected[at : at + 20]!r} "
-        f"(the two most likely tokens there are {first - second:.2g} apart)"
-    )
-
-
-def judge(engine: Engine, planned: dict[str, int], requests: list[Request]) -> list[str]:
-    errors = []
-    unfinished = sum(not request.finished for request in requests)
-    if unfinished:
-        errors.append(f"{unfinished} requests did not finish")
-    if engine.slots.in_use:
-        errors.append(f"{engine.slots.in_use} slots leaked")
-    if engine.statistics.saved_bytes:
-        errors.append(f"{engine.statistics.saved_bytes} bytes of copied-out state leaked")
-    if engine.allocated_bytes != planned:
-        errors.append(f"allocated {engine.allocated_bytes} bytes, planned {planned}")
-    return errors
-
-
-def summary(engine: Engine, planned: dict[str, int], requests: list[Request], seconds: float, title: str) -> Table:
-    s = engine.statistics
-    table = Table("", title=title, show_header=False)
-    table.add_column(justify="right")
-    phases = ", ".join(f"{s.phases[phase]:,} {phase.value}" for phase in Phase)
-    rows = {
-        "requests finished": f"{sum(request.finished for request in requests):,}",
-        "new tokens": f"{s.emitted_tokens:,} in {seconds:.2f} s",
-        "tokens/s": f"{s.emitted_tokens / seconds:,.0f}",
-        "tokens per emitting row and step": f"{s.tokens_per_row:.2f}",
-        "steps": f"{s.steps:,}, {s.mixed_steps:,} of mixed phases",
-        "rows": f"{phases}, {s.padding_rows:,} padding",
-        "known tokens run": f"{s.prefilled_tokens:,}",
-    }
-    if engine.prefix_cache is not None:
-        c = engine.prefix_cache.statistics
-        share = c.hit_tokens / c.looked_up_tokens if c.looked_up_tokens else 0.0
-        rows["prefix hits"] = f"{c.hits:,} of {c.lookups:,} admissions, {c.hit_tokens:,} tokens ({share:.0%})"
-        rows["blocks"] = f"{c.published:,} published, {c.evicted:,} evicted, {engine.prefix_cache.capacity:,} fit"
-    total, allocated = sum(planned.values()), sum(engine.allocated_bytes.values())
-    rows |= {
-        "preemptions": f"{s.copied_out:,} copied out, {s.dropped:,} computed again",
-        "requests at once": f"{s.peak_running:,} of {engine.max_running:,}",
-        "slots leaked": f"{engine.slots.in_use}",
-        "memory planned": f"{kib(total)} ({', '.join(f'{name} {kib(size)}' for name, size in planned.items())})",
-        "memory allocated": kib(allocated) + (" (as planned)" if planned == engine.allocated_bytes else ""),
-    }
-    for name, cell in rows.items():
-        table.add_row(name, cell)
-    return table
 
 
 def each(items: Sequence, description: str, console: Console) -> Iterator:
