@@ -159,6 +159,8 @@ class Engine:
             self._prepare(request)
         running = list(self.scheduler.running)
         if not running:
+            if self.scheduler.waiting:
+                raise RuntimeError("requests wait, but no slot is free although none of them runs: slots have leaked")
             return []
         statistics = self.statistics
         statistics.peak_running = max(statistics.peak_running, len(running))

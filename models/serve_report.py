@@ -32,11 +32,11 @@ def judge(engine: Engine, planned: dict[str, int], requests: list[Request]) -> l
     errors = []
     unfinished = sum(not request.finished for request in requests)
     if unfinished:
-        errors.append(f"{unfinished} requests did not finish")
+        errors.append(f"requests not finished: {unfinished}")
     if engine.slots.in_use:
-        errors.append(f"{engine.slots.in_use} slots leaked")
+        errors.append(f"slots leaked: {engine.slots.in_use}")
     if engine.statistics.saved_bytes:
-        errors.append(f"{engine.statistics.saved_bytes} bytes of copied-out state leaked")
+        errors.append(f"bytes of copied-out state leaked: {engine.statistics.saved_bytes}")
     if engine.allocated_bytes != planned:
         errors.append(f"allocated {engine.allocated_bytes} bytes, planned {planned}")
     return errors

@@ -301,6 +301,15 @@ def test_slots():
         SlotAllocator(1)
 
 
+def test_waiting_for_a_leaked_slot_is_an_error():
+    engine = build(slots=1)
+    engine.slots.allocate()
+    assert engine.step() == []
+    engine.submit(Request(tokens(1, 3), 2))
+    with pytest.raises(RuntimeError, match="slots have leaked"):
+        engine.step()
+
+
 @given(st.integers(1, 300))
 def test_batch_buckets_reach_every_batch(most):
     sizes = batch_buckets(most)
