@@ -78,7 +78,7 @@ class Engine:
         if num_drafts < 0:
             raise ValueError(f"num_drafts should not be negative, got {num_drafts}")
         first = next(step.pools.buffers())
-        self.step_module, self.step_fn = step, step_fn or step
+        self.step_module, self.step_fn = step, step if step_fn is None else step_fn
         self.config, self.pools = step.model.config, step.pools
         self.window, self.drafter, self.prefix_cache = 1 + num_drafts, drafter, prefix_cache
         self.slots = SlotAllocator(first.shape[0])
