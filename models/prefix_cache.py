@@ -35,6 +35,10 @@ class PrefixCache:
     eviction takes the least recently used block that no other needs. A published block is never written again before
     it is evicted.
 
+    A plain step knows a request's state only after its window's accepted tokens, so whoever publishes has to let windows
+    end at boundaries (:meth:`models.requests.Request.next_window` does). A commit that writes the states at boundaries
+    inside a window would not need that.
+
     ``budget`` is in bytes; the arena is the largest whole number of blocks within it.
     """
 
