@@ -1,0 +1,165 @@
+"""``python -m models.serve``: options' errors, the demo, a soak, and its verdict."""
+
+import dataclasses
+
+import pytest
+import torch
+from rich.console import Console
+
+from models import serve
+from models.config import KDAConfig
+from models.engine import Engine
+from models.model import KDAForCausalLM
+from models.persistence import save_model
+from models.slots import SlotAllocator
+
+TINY = KDAConfig(
+    hidden_size=32,
+    num_heads=2,
+    head_k_dim=8,
+    head_v_dim=16,
+    gate_rank=8,
+    intermediate_size=48,
+    max_length=128,
+)
+DEMO = ["--requests", "6", "--slots", "3", "--tokens", "12", "--prompt-length", "40", "--block-size", "8"]
+SOAK = ["--soak", "25", "--slots", "4", "--tokens", "8", "--prompt-length", "20", "--arrival-rate", "1"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    torch.manual_seed(0)
+    model = KDAForCausalLM(TINY)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "conv1d" not in name:
+                parameter.normal_(std=1.0 if "embed" in name else 0.2)
+    directory = tmp_path_factory.mktemp("weights")
+    save_model(model, directory)
+    return directory
+
+
+def serve_(options, weights):
+    """Exit status and what was printed."""
+    console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
+    options = serve.argument_parser().parse_args(["--weights", str(weights), "--device", "cpu", *options])
+    return serve.run(options, console), console.export_text()
+
+
+def cell(shown, name):
+    (line,) = (line for line in shown.splitlines() if line.startswith(f"│ {name} "))
+    return line.strip("│").split("│")[1].strip()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_demo(cache, weights):
+    options = [*DEMO, "--check", "4", "--preemption-rate", "0.3", "--cache-mib", "0.5" if cache else "0"]
+    status, shown = serve_(options, weights)
+    assert status == 0
+    assert "All 4 compared texts are those of solo decoding." in shown
+    assert cell(shown, "requests finished") == "6"
+    assert cell(shown, "new tokens").startswith("72 in ")
+    assert cell(shown, "slots leaked") == "0"
+    assert cell(shown, "texts compared") == "4 of 6"
+    assert cell(shown, "memory allocated").endswith("(as planned)")
+    assert ("prefix hits" in shown) == cache
+    preempted = cell(shown, "preemptions").split()
+    assert int(preempted[0]) + int(preempted[3]) > 0
+
+
+def test_soak(weights):
+    status, shown = serve_(SOAK, weights)
+    assert status == 0
+    assert "All 25 compared texts are those of solo decoding." in shown
+    assert cell(shown, "texts compared") == "25 of 25"
+    # The same seed, the same schedule.
+    again = serve_(SOAK, weights)[1]
+    assert cell(again, "rows") == cell(shown, "rows") and cell(again, "blocks") == cell(shown, "blocks")
+    other = serve_([*SOAK, "--seed", "1"], weights)[1]
+    assert cell(other, "rows") != cell(shown, "rows")
+
+
+def test_another_text_is_an_error_and_is_located(weights, monkeypatch):
+    read = Engine._read
+
+    def misread(tokens, num_accepted):
+        """Every newly sampled token is another one."""
+        tokens = torch.where(tokens >= 0, (tokens + 1) % 256, tokens)
+        return read(tokens, num_accepted)
+
+    monkeypatch.setattr(Engine, "_read", staticmethod(misread))
+    status, shown = serve_([*DEMO, "--check", "2"], weights)
+    assert status == 1
+    assert "request 0 leaves solo decoding at token 0: b'" in shown and "request 1 leaves" in shown
+    assert "(the two most likely tokens there are " in shown
+    assert "compared texts are those" not in shown
+
+
+def test_a_leaked_slot_is_an_error(weights, monkeypatch):
+    release, kept = SlotAllocator.release, []
+
+    def forget_one(self, slot):
+        if not kept:
+            kept.append(slot)
+            return
+        release(self, slot)
+
+    monkeypatch.setattr(SlotAllocator, "release", forget_one)
+    status, shown = serve_([*DEMO, "--check", "0"], weights)
+    assert status == 1 and "slots leaked: 1" in shown and cell(shown, "slots leaked") == "1"
+
+
+def test_unplanned_memory_is_an_error(weights, monkeypatch):
+    build = serve.EngineShape.build
+
+    def larger(self, *arguments, **options):
+        return build(dataclasses.replace(self, max_length=self.max_length + 1), *arguments, **options)
+
+    monkeypatch.setattr(serve.EngineShape, "build", larger)
+    status, shown = serve_([*DEMO, "--check", "0"], weights)
+    assert status == 1 and "bytes, planned {'pools'" in shown and "as planned" not in shown
+
+
+BAD_OPTIONS = {
+    "no-requests": (["--requests", "0"], "--requests should be at least 1, got 0"),
+    "no-soak": (["--soak", "0"], "--soak should be at least 1, got 0"),
+    "no-slots": (["--slots", "0"], "--slots should be at least 1, got 0"),
+    "no-tokens": (["--tokens", "0"], "--tokens should be at least 1, got 0"),
+    "no-prompt": (["--prompt-length", "0"], "--prompt-length should be at least 1, got 0"),
+    "no-block": (["--block-size", "0"], "--block-size should be at least 1, got 0"),
+    "no-threads": (["--threads", "0"], "--threads should be at least 1, got 0"),
+    "check-negative": (["--check", "-1"], "--check should be at least 0, got -1"),
+    "drafts-too-many": (["--drafts", "16"], "--drafts should be in 0..15, got 16"),
+    "cache-negative": (["--cache-mib", "-1"], "--cache-mib should be finite and not negative, got -1.0"),
+    "cache-nan": (["--cache-mib", "nan"], "--cache-mib should be finite and not negative, got nan"),
+    "cache-too-small": ([*DEMO, "--cache-mib", "0.001"], "--cache-mib 0.001 holds no block: one takes"),
+    "no-arrivals": (["--arrival-rate", "0"], "--arrival-rate should be positive and finite, got 0.0"),
+    "always-preempted": (["--preemption-rate", "1"], "--preemption-rate should be in 0..1, less than 1, got 1.0"),
+    "too-long": (["--prompt-length", "100", "--tokens", "21"], "make 129 positions; the model is made for 128"),
+    "soak-too-long": (["--soak", "5", "--prompt-length", "80"], "make 110 positions; the model is made for 96"),
+    "unknown-backend": (["--backend", "onnx"], "invalid choice: 'onnx'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options_are_refused_by_name(name, weights, capsys):
+    options, message = BAD_OPTIONS[name]
+    with pytest.raises(SystemExit) as exit_:
+        serve.main(["--weights", str(weights), "--device", "cpu", *options])
+    assert exit_.value.code == 2
+    # argparse breaks the usage, not the message; blanks are normalised all the same.
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_missing_weights_say_how_to_get_them(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        serve.main(["--weights", str(tmp_path), "--device", "cpu"])
+    assert exit_.value.code == 2
+    assert "train a model with" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_refused(weights, capsys):
+    with pytest.raises(SystemExit):
+        serve.main(["--weights", str(weights), "--device", "cuda"])
+    assert "--device cuda: this PyTorch sees no CUDA GPU" in " ".join(capsys.readouterr().err.split())
