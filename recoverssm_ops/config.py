@@ -9,7 +9,6 @@ from recoverssm_ops.state_spec import LayerShape, StateSpec, expect_size
 from recoverssm_ops.validation import FLOATS, MAX_CONV_WIDTH, MAX_HEAD_DIM, MAX_WINDOW, MIN_CONV_WIDTH
 
 CACHE_MODES = ("none", "align")
-
 MAX_DRAFTS = MAX_WINDOW - 1
 
 

@@ -114,8 +114,8 @@ def _check_shapes(x: Tensor, conv_state: Tensor) -> tuple[int, int]:
         raise ValueError(f"conv_state should have at least one channel D, but its shape was {list(conv_state.shape)}")
     if not check.MIN_CONV_WIDTH <= width <= check.MAX_CONV_WIDTH:
         raise ValueError(
-            f"conv_state should have shape [slots, D, W-1] with width W between {check.MIN_CONV_WIDTH} and {check.MAX_CONV_WIDTH}, but was "
-            f"{list(conv_state.shape)}"
+            "conv_state should have shape [slots, D, W-1] with width W between "
+            f"{check.MIN_CONV_WIDTH} and {check.MAX_CONV_WIDTH}, but was {list(conv_state.shape)}"
         )
     check.expect_shape("x", x, (None, None, channels), "[B, T, D]")
     return channels, width

@@ -238,9 +238,9 @@ def test_debug_slots_are_written_once_and_may_be_read_twice(device, monkeypatch)
     with pytest.raises(ValueError, match=r"state_indices should name distinct slots, but was \[4, 2, 2\]"):
         rs.kda_commit(**arguments, state_indices=shared)
     arguments["num_accepted"] = None
-    with pytest.raises(ValueError, match="plan.dest should name distinct slots"):
+    with pytest.raises(ValueError, match=r"plan\.dest should name distinct slots"):
         rs.kda_commit(**arguments, plan=rs.CommitPlan(apart[:, 0], shared[:, None], apart))
-    with pytest.raises(ValueError, match="plan.dest should not name another row's plan.source"):
+    with pytest.raises(ValueError, match=r"plan\.dest should not name another row's plan.source"):
         rs.kda_commit(**arguments, plan=rs.CommitPlan(shared, torch.tensor([[4], [0], [2]], device=device), apart))
     pool.check_unchanged()
     rs.kda_commit(**arguments, plan=rs.CommitPlan(shared, apart, apart))
