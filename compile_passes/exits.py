@@ -93,11 +93,14 @@ def _computed_from(node: Node, state: Node, known: set[Node]) -> bool:
 
 def find_selection(stack: Node, piece: Element) -> tuple[Selection, list[Node]]:
     """The one gather of a looked-up position, and the views between the stack and it."""
-    path, todo, found = [], readers(stack), []
+    path, todo, found, returned = [], readers(stack), [], None
     while todo:
         node = todo.pop()
+        if node.op == "output":
+            returned = node
+            continue
         if node.target not in VIEWS and node.target not in SELECTIONS:
-            raise Refused("state_escapes" if node.op != "output" else "no_selection", node)
+            raise Refused("state_escapes", node)
         element, axes = element_of(node)
         element = strip(element, selections=True)
         try:
@@ -119,8 +122,10 @@ def find_selection(stack: Node, piece: Element) -> tuple[Selection, list[Node]]:
         else:
             path.append(node)
             todo += readers(node)
-    if len(found) != 1:
-        raise Refused("state_escapes" if found else "no_selection", found[1].node if found else stack)
+    if not found:
+        raise Refused("no_selection", returned or stack)
+    if returned or len(found) > 1:
+        raise Refused("state_escapes", returned or found[1].node)
     return found[0], path
 
 
