@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rewriting import DROPS_ROUND_TRIPS, run_rewritten
+from rewriting import DROPS_ROUND_TRIPS, copied, run_rewritten
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
