@@ -8,7 +8,18 @@ import torch
 from torch.fx import Node
 
 from compile_passes.algebra import same
-from compile_passes.index_notation import Axis, Digit, Element, Lookup, aten, dtype, element_of, readers, shape
+from compile_passes.index_notation import (
+    Axis,
+    Digit,
+    Element,
+    Lookup,
+    aten,
+    dtype,
+    element_of,
+    readers,
+    same_size,
+    shape,
+)
 from compile_passes.views import CASTS, cast_source, strip
 from compile_passes.window import Selection, Window
 
@@ -58,12 +69,16 @@ def find_writeback(window: Window, pool: Pool) -> Node | None:
 
 def _same_slots(put: Node, value: Node, window: Window, pool: Pool) -> bool:
     target, indices, values, *accumulate = put.args
-    if target is not pool.node or values is not value or pool.slots is None:
+    if target is not pool.node or values is not value:
         return False
     if len(indices) != 1 or any(accumulate) or put.kwargs:
         return False
     if len(shape(indices[0])) != 1 or dtype(value) != dtype(pool.node):
         return False
+    if pool.slots is None:
+        # A pool of one slot: whatever the index, it is that one.
+        alone = window.roles.batch is None and same_size(shape(pool.node)[0], 1)
+        return alone and _same_order(value, window)
     index, (row,) = element_of(indices[0])
     names = dict.fromkeys([row]) if window.roles.batch is None else {row: window.roles.batch}
     slots = Element(index.node, tuple(tuple(Digit(names[d.value], d.size) for d in i) for i in index.index))

@@ -102,6 +102,26 @@ def written_back_with_rows_exchanged(pool, slots, q, k, v, g, beta, n):
     return o
 
 
+def one_slot():
+    """One request in a pool that has room for it alone, as a small program has."""
+    pool, _, *rest = make_inputs(B=1)
+    return pool[:1].clone(), torch.tensor([0]), *rest
+
+
+@case("commit", one_slot)
+def pool_of_one_slot(pool, slots, q, k, v, g, beta, n):
+    o, states = run_window(pool[slots], q, k, v, g, beta)
+    pool[slots] = select(states, n)
+    return o
+
+
+@case("recover", lambda: (torch.zeros(1, *make_inputs()[0].shape[1:]), torch.tensor([0]), *make_inputs(B=1)[2:]))
+def pool_of_one_slot_added_to(pool, slots, q, k, v, g, beta, n):
+    o, states = run_window(pool[slots], q, k, v, g, beta)
+    pool.index_put_((slots,), select(states, n), accumulate=True)
+    return o
+
+
 @case("recover")
 def written_to_other_slots(pool, slots, q, k, v, g, beta, n):
     o, states = run_window(pool[slots], q, k, v, g, beta)
