@@ -124,8 +124,8 @@ def _naming_layer(layer: int, checker: Callable[..., int], *arguments: Any) -> i
         raise type(error)(f"layer {layer}: {error}") from error
 
 
-def _kind(x: Tensor | None) -> dict:
-    return {} if x is None else {"shape": tuple(x.shape), "dtype": x.dtype}
+def _kind(x: Tensor | None, prefix: str = "") -> dict:
+    return {} if x is None else {f"{prefix}shape": tuple(x.shape), f"{prefix}dtype": x.dtype}
 
 
 def _pool_layout(pool: Tensor) -> dict:
@@ -134,12 +134,20 @@ def _pool_layout(pool: Tensor) -> dict:
 
 
 def _record_layout(record: Record) -> dict:
-    tensors = ("u", "k", "g", "A_log", "dt_bias")
-    settings = ("max_seqlen", "lower_bound", "use_qk_l2norm_in_kernel", "use_gate_in_kernel")
-    return {name: _kind(getattr(record, name)) for name in tensors} | {name: getattr(record, name) for name in settings}
+    layout = {
+        "max_seqlen": record.max_seqlen,
+        "lower_bound": record.lower_bound,
+        "use_qk_l2norm_in_kernel": record.use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": record.use_gate_in_kernel,
+        "an A_log": record.A_log is not None,
+        "a dt_bias": record.dt_bias is not None,
+    }
+    for name in ("u", "k", "g", "A_log", "dt_bias"):
+        layout |= _kind(getattr(record, name), f"{name}.")
+    return layout
 
 
 def _check_alike(name: str, layout: dict, first: dict) -> None:
     for part, value in first.items():
         if layout[part] != value:
-            raise ValueError(f"{name} should have {part} {value} like layer 0, but had {layout[part]}")
+            raise ValueError(f"{name} should have {part} = {value} like layer 0, but had {layout[part]}")
