@@ -25,6 +25,7 @@ PURE = ELEMENTWISE | {
 
 def dedupe_integers(graph: Graph) -> None:
     """Merge integer nodes that compute the same. Results of the graph keep tensors of their own."""
+    _dedupe_sizes(graph)
     first: dict[tuple, Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in PURE or dtype(node).is_floating_point:
@@ -40,3 +41,15 @@ def dedupe_integers(graph: Graph) -> None:
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
+
+
+def _dedupe_sizes(graph: Graph) -> None:
+    """A size that is the same symbol is the same number, whichever tensor it was read from."""
+    first: dict[object, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            kept = first.setdefault(value.node.expr, node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)

@@ -9,9 +9,12 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
+import recoverssm_ops.layers_ops as layers_ops
 import recoverssm_ops.ops as ops
 from compile_passes.report import Report
 from compile_passes.rewrite import rewrite
+
+_COMMITS = (ops.kda_commit, layers_ops.kda_commit_layers)
 
 
 class RecoverSSMPass(CustomGraphPass):
@@ -55,7 +58,7 @@ def _source_hash() -> str:
     digest = hashlib.sha256(torch.__version__.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    for schema in ops.SCHEMAS:
+    for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS):
         digest.update(schema.encode())
     return digest.hexdigest()
 
@@ -66,11 +69,12 @@ def check_views(graph: Graph) -> None:
     It would be written at offset 0 (pytorch/pytorch#198068). ``test_symbolic_view_is_refused`` tells when it is mended.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or not node.args or node.args[0] is not ops.kda_commit:
+        if node.op != "call_function" or not node.args or node.args[0] not in _COMMITS:
             continue
-        if isinstance(node.kwargs.get("_state_storage_offset"), Node):
+        offsets = (value for name, value in node.kwargs.items() if name.endswith("_storage_offset"))
+        if any(isinstance(offset, Node) for offset in offsets):
             raise RuntimeError(
-                f"{node.name}: kda_commit into a view of the pool at a symbolic storage offset (pool[layer] under "
+                f"{node.name}: {node.args[0]._opname} into a view of the pool at a symbolic storage offset (pool[layer] under "
                 "dynamic=True) would be written at offset 0 by torch's Inductor. Pass the whole pool with slot numbers "
                 "that include the layer, keep one pool a layer, or slice the pool outside the compiled function."
             )

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from compile_passes.dedupe import dedupe_integers
 from compile_passes.find import Window, candidates, match
 from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
+from compile_passes.merge_commits import merge_commits
 from compile_passes.reasons import Refused
 from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch, Report
@@ -49,6 +50,7 @@ def rewrite(graph: Graph) -> Report:
         report.layers.append(layer)
     if report.matched:
         dedupe_integers(graph)
+        merge_commits(graph)
         graph.lint()
     return report
 

@@ -94,16 +94,22 @@ def causal_conv1d_commit(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`causal_conv1d_verify`.
     """
-    check.expect_tensor("conv_state", conv_state, check.FLOATS)
-    check.expect_tensor("x", x, check.FLOATS, conv_state.device)
-    _check_shapes(x, conv_state)
-    limit = None if cu_seqlens is None else check.MAX_WINDOW
-    batch, _ = check.check_window(x, cu_seqlens, limit, "x")
+    batch = check_commit(conv_state, x, cu_seqlens)
     rows = (conv_state_indices, "conv_state_indices", batch)
     plan = resolve_plan(plan, num_accepted, *rows, "conv_state", conv_state, pad_slot_id)
     if cu_seqlens is not None and check.debugging():
         check.debug_packing(cu_seqlens, check.MAX_WINDOW, x.shape[1])
     ops.causal_conv1d_commit(conv_state, x, plan.source, plan.dest, plan.length, cu_seqlens, pad_slot_id)
+
+
+def check_commit(conv_state: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Check that the window may be committed to the pool; returns its number of rows."""
+    check.expect_tensor("conv_state", conv_state, check.FLOATS)
+    check.expect_tensor("x", x, check.FLOATS, conv_state.device)
+    _check_shapes(x, conv_state)
+    limit = None if cu_seqlens is None else check.MAX_WINDOW
+    batch, _ = check.check_window(x, cu_seqlens, limit, "x")
+    return batch
 
 
 def _check_shapes(x: Tensor, conv_state: Tensor) -> tuple[int, int]:

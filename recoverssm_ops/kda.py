@@ -138,14 +138,7 @@ def kda_commit(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kda_verify`; RuntimeError for a record already committed.
     """
-    batch = _check_record(record, cu_seqlens)
-    value_heads, value_dim = record.u.shape[2:]
-    check.check_state("state", state, (None, value_heads, value_dim, record.k.shape[-1]), "[slots, HV, V, K]")
-    check.expect_tensor("record.u", record.u, (torch.float32,), state.device)
-    if record.committed:
-        raise RuntimeError(
-            "record was committed already, and a second commit would advance the state twice: run kda_verify again"
-        )
+    batch = check_commit(state, record, cu_seqlens)
     plan = resolve_plan(plan, num_accepted, state_indices, "state_indices", batch, "state", state, pad_slot_id)
     ops.kda_commit(
         state,
@@ -159,6 +152,19 @@ def kda_commit(
         pad_slot_id,
     )
     record.committed = True
+
+
+def check_commit(state: Tensor, record: Record, cu_seqlens: Tensor | None = None) -> int:
+    """Check that the record may be committed to the pool; returns its number of rows."""
+    batch = _check_record(record, cu_seqlens)
+    value_heads, value_dim = record.u.shape[2:]
+    check.check_state("state", state, (None, value_heads, value_dim, record.k.shape[-1]), "[slots, HV, V, K]")
+    check.expect_tensor("record.u", record.u, (torch.float32,), state.device)
+    if record.committed:
+        raise RuntimeError(
+            "record was committed already, and a second commit would advance the state twice: run kda_verify again"
+        )
+    return batch
 
 
 def kda_recover(

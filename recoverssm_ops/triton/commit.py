@@ -33,9 +33,9 @@ def store_state(matrix, S, vv, kk, stride_v, V: tl.constexpr, K: tl.constexpr):
     tl.store(tile, S.to(matrix.dtype.element_ty), mask=(vv < V)[:, None] & (kk < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "pad_slot_id"])
-def commit_kernel(
-    source_state, dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias,
+@triton.jit
+def commit_program(
+    pid, source_state, dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias,
     num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
     u_row, u_token, u_head, k_row, k_token, k_head, g_row, g_token, g_head,
     source_slot, source_head, source_v, dest_slot, dest_head, dest_v,
@@ -43,8 +43,8 @@ def commit_kernel(
     BK: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr,
     USE_L2NORM: tl.constexpr, USE_GATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
+    """What program ``pid`` of one layer does."""
     TILES: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
     row, head = pid // (HV * TILES), pid // TILES % HV
     vv = (pid % TILES).to(tl.int32) * BV + tl.arange(0, BV)
     kk = tl.arange(0, BK)
@@ -120,3 +120,22 @@ def commit_kernel(
         )
         if written & (n > 0):
             store_state(dest_state + to * dest_slot, S, vv, kk, dest_v, V, K)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "pad_slot_id"])
+def commit_kernel(
+    source_state, dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias,
+    num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
+    u_row, u_token, u_head, k_row, k_token, k_head, g_row, g_token, g_head,
+    source_slot, source_head, source_v, dest_slot, dest_head, dest_v,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr,
+    USE_L2NORM: tl.constexpr, USE_GATE: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    commit_program(
+        tl.program_id(0).to(tl.int64), source_state, dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias,
+        num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
+        u_row, u_token, u_head, k_row, k_token, k_head, g_row, g_token, g_head,
+        source_slot, source_head, source_v, dest_slot, dest_head, dest_v,
+        H, HV, K, V, T, M, BK, BV, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE, IN_PLACE,
+    )  # fmt: skip

@@ -75,15 +75,15 @@ def conv_verify_kernel(
         tl.store(y + t * D, total.to(y.dtype.element_ty), mask=inside & (t < length))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "pad_slot_id"])
-def conv_commit_kernel(
-    state, x, source, dest, length, cu_seqlens,
+@triton.jit
+def conv_commit_program(
+    pid, state, x, source, dest, length, cu_seqlens,
     num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
     x_row, x_token, x_channel, state_slot, state_channel, state_column,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    """What program ``pid`` of one layer does."""
     TILES: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0).to(tl.int64)
     row = pid // TILES
     dd = pid % TILES * BD + tl.arange(0, BD)
     inside = dd < D
@@ -117,3 +117,18 @@ def conv_commit_kernel(
                 new = new + (value,)
             for column in tl.static_range(W - 1):
                 tl.store(state + to * state_slot + column * state_column, new[column], mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "pad_slot_id"])
+def conv_commit_kernel(
+    state, x, source, dest, length, cu_seqlens,
+    num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
+    x_row, x_token, x_channel, state_slot, state_channel, state_column,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    conv_commit_program(
+        tl.program_id(0).to(tl.int64), state, x, source, dest, length, cu_seqlens,
+        num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
+        x_row, x_token, x_channel, state_slot, state_channel, state_column,
+        D, W, T, M, BD,
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""CUDA implementations of the all-layers commits, by the rules of ``launch.py``: one launch, whatever the layers' number."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recoverssm_ops.triton.address_table import address_table, aligned_kinds
+from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous, _on_device, commit_config
+from recoverssm_ops.triton.launch_conv import conv_config
+from recoverssm_ops.triton.layers import commit_layers_kernel, conv_commit_layers_kernel
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def commit(
+    states: list[Tensor],
+    u: list[Tensor],
+    k: list[Tensor],
+    g: list[Tensor],
+    source: Tensor,
+    dest: Tensor,
+    length: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    A_log: list[Tensor],
+    dt_bias: list[Tensor],
+    lower_bound: float,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    pad_slot_id: int,
+) -> None:
+    """Arguments as in the schema of ``layers_ops.py``; the launch of ``launch.commit``, once for all layers."""
+    batch, columns = dest.shape
+    if not states or batch * columns * states[0].numel() == 0:
+        return
+    _check_layout("states", states)
+    heads, (value_heads, value_dim, key_dim) = k[0].shape[2], states[0].shape[1:]
+    window = u[0].shape[1] if cu_seqlens is None else max_seqlen
+    scalar_gate = g[0].ndim == 3
+    u, k = _one_layout(u), _one_layout(k)
+    g = _one_layout(g, any_last_axis=scalar_gate)
+    kinds = [states, u, k, g, *([_contiguous(x) for x in gate] for gate in (A_log, dt_bias))]
+    config = commit_config(key_dim, value_dim)
+    programs = batch * value_heads * triton.cdiv(value_dim, config["BV"])
+    with _on_device(states[0]):
+        commit_layers_kernel[(len(states) * programs,)](
+            address_table(kinds, states[0].device),
+            source,
+            dest,
+            length,
+            _contiguous(cu_seqlens),
+            programs,
+            u[0].shape[1],
+            pad_slot_id,
+            source.stride(0),
+            *dest.stride(),
+            *length.stride(),
+            *u[0].stride()[:3],
+            *k[0].stride()[:3],
+            *g[0].stride()[:3],
+            *states[0].stride()[:3],
+            len(states),
+            *(_dtype(tensors) for tensors in kinds),
+            aligned_kinds(kinds),
+            heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            window,
+            columns,
+            LOWER_BOUND=lower_bound,
+            SCALAR_GATE=scalar_gate,
+            USE_L2NORM=use_qk_l2norm_in_kernel,
+            USE_GATE=use_gate_in_kernel,
+            **config,
+        )
+
+
+def conv_commit(
+    conv_states: list[Tensor],
+    xs: list[Tensor],
+    source: Tensor,
+    dest: Tensor,
+    length: Tensor,
+    cu_seqlens: Tensor | None,
+    pad_slot_id: int,
+) -> None:
+    """Arguments as in the schema of ``layers_ops.py``; the launch of ``launch_conv.commit``, once for all layers."""
+    batch, columns = dest.shape
+    if not conv_states or batch * columns * conv_states[0].numel() == 0:
+        return
+    _check_layout("conv_states", conv_states)
+    channels, kept = conv_states[0].shape[1:]
+    window = xs[0].shape[1] if cu_seqlens is None else 1 << 30
+    kinds = [conv_states, _one_layout(xs, any_last_axis=True)]
+    config = conv_config(channels)
+    programs = batch * triton.cdiv(channels, config["BD"])
+    with _on_device(conv_states[0]):
+        conv_commit_layers_kernel[(len(conv_states) * programs,)](
+            address_table(kinds, conv_states[0].device),
+            source,
+            dest,
+            length,
+            _contiguous(cu_seqlens),
+            programs,
+            xs[0].shape[1],
+            pad_slot_id,
+            source.stride(0),
+            *dest.stride(),
+            *length.stride(),
+            *kinds[1][0].stride(),
+            *conv_states[0].stride(),
+            len(conv_states),
+            *(_dtype(tensors) for tensors in kinds),
+            aligned_kinds(kinds),
+            channels,
+            kept + 1,
+            window,
+            columns,
+            **config,
+        )
+
+
+def _dtype(tensors: list[Tensor]) -> tl.dtype | None:
+    return _DTYPES[tensors[0].dtype] if tensors else None
+
+
+def _one_layout(tensors: list[Tensor], any_last_axis: bool = False) -> list[Tensor]:
+    """Activations with the strides of the first; those that lie otherwise are copied."""
+    if not any_last_axis:
+        tensors = [_last_axis_contiguous(x) for x in tensors]
+    if all(x.stride() == tensors[0].stride() for x in tensors):
+        return tensors
+    return [x.contiguous() for x in tensors]
+
+
+def _check_layout(name: str, pools: list[Tensor]) -> None:
+    """A pool of other strides would be written in the wrong places, and a pool cannot be copied."""
+    for layer, pool in enumerate(pools):
+        if (pool.shape, pool.dtype, pool.stride()) != (pools[0].shape, pools[0].dtype, pools[0].stride()):
+            raise ValueError(f"{name}[{layer}] should have the shape, dtype and strides of {name}[0], but had others")
