@@ -29,17 +29,19 @@ class RecoverSSMPass(CustomGraphPass):
 
     Args:
         then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
+        merge_layers: commit all layers that are alike in one launch. Off until it has been measured on a GPU.
     """
 
-    def __init__(self, then: object = None):
+    def __init__(self, then: object = None, *, merge_layers: bool = False):
         self.then = then
+        self.merge_layers = merge_layers
         self.last_report: Report | None = None
 
     def __call__(self, graph: Graph) -> None:
         for other in self.others:
             other(graph)
         check_views(graph)
-        self.last_report = rewrite(graph)
+        self.last_report = rewrite(graph, merge_layers=self.merge_layers)
 
     @property
     def others(self) -> tuple:
@@ -48,19 +50,18 @@ class RecoverSSMPass(CustomGraphPass):
         return tuple(self.then) if isinstance(self.then, (list, tuple)) else (self.then,)
 
     def uuid(self) -> object | None:
-        """Sources, schemas and torch's version; None (no caching) if a pass beside ours cannot say what it is."""
+        """Sources, schemas, torch's version and the options; None (no caching) if a pass beside ours cannot say what it is."""
         uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
-        return None if None in uuids else (_source_hash(), *uuids)
+        return None if None in uuids else (self._hash(), *uuids)
 
-
-def _source_hash() -> str:
-    """Of everything that decides what the pass produces; schemas are not part of Inductor's own key."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS):
-        digest.update(schema.encode())
-    return digest.hexdigest()
+    def _hash(self) -> str:
+        """Of everything that decides what the pass produces; schemas are not part of Inductor's own key."""
+        digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers}".encode())
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(path.read_bytes())
+        for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS):
+            digest.update(schema.encode())
+        return digest.hexdigest()
 
 
 def check_views(graph: Graph) -> None:

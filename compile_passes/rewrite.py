@@ -20,12 +20,13 @@ from compile_passes.report import LayerMatch, Report
 log = logging.getLogger("compile_passes")
 
 
-def rewrite(graph: Graph) -> Report:
+def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
     """Replace per-position states by record and commit in a functional ATen graph, in place.
 
     Args:
         graph: as in Inductor's ``post_grad_custom_pre_pass``, or of an ExportedProgram after ``run_decompositions()``.
             Nodes carry fake values in ``meta["val"]``.
+        merge_layers: commit all layers that are alike in one launch (``merge_commits.py``).
 
     Returns:
         The report; layers that are not understood completely are left as they were.
@@ -50,7 +51,8 @@ def rewrite(graph: Graph) -> Report:
         report.layers.append(layer)
     if report.matched:
         dedupe_integers(graph)
-        merge_commits(graph)
+        if merge_layers:
+            merge_commits(graph)
         graph.lint()
     return report
 

@@ -55,14 +55,14 @@ def printed(graph: Graph) -> str:
     return "\n".join(f"{n.name} = {n.op} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
 
 
-def compile_rewritten(fn: Callable, dynamic: bool | None = None) -> tuple[Callable, Rewriting]:
-    """``fn`` compiled with the pass and interpreted; graphs and reports appear with the first call."""
+def compile_rewritten(fn: Callable, dynamic: bool | None = None, **options) -> tuple[Callable, Rewriting]:
+    """``fn`` compiled with the pass (and its options) and interpreted; graphs and reports appear with the first call."""
     seen = Rewriting()
 
     def inner_compile(gm: GraphModule, example_inputs: list, **settings):
         view_to_reshape(gm)
         seen.before.append(printed(gm.graph))
-        seen.reports.append(rewrite(gm.graph))
+        seen.reports.append(rewrite(gm.graph, **options))
         seen.graphs.append(gm.graph)
         gm.recompile()
         interpreter = Interpreter(gm)
@@ -92,10 +92,10 @@ def verify_calls(graph: Graph) -> list[dict]:
     return [dict(zip(names, node.args, strict=True)) for node in calls(graph, ops.kda_verify)]
 
 
-def run_rewritten(fn: Callable, *args, dynamic: bool | None = None) -> tuple[object, Rewriting]:
+def run_rewritten(fn: Callable, *args, dynamic: bool | None = None, **options) -> tuple[object, Rewriting]:
     """Results of the rewritten ``fn`` (arguments that it mutates are mutated), and what the pass did."""
     torch._dynamo.reset()
-    compiled, seen = compile_rewritten(fn, dynamic)
+    compiled, seen = compile_rewritten(fn, dynamic, **options)
     with torch.no_grad():
         return compiled(*args), seen
 

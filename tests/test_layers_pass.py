@@ -15,6 +15,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
+from compile_passes import RecoverSSMPass
 from compile_passes.backend import recoverssm
 from compile_passes.recover_pass import check_views
 from recoverssm_ops import layers_ops, ops
@@ -34,7 +35,7 @@ def layers_of(node: Node) -> int:
 
 def check_step(step, args, expected_args, eager, **settings) -> Graph:
     """The rewritten step gives what the eager one gives, in outputs and pools."""
-    result, seen = run_rewritten(step, *args, **settings)
+    result, seen = run_rewritten(step, *args, merge_layers=True, **settings)
     torch.testing.assert_close(result, eager(*expected_args))
     for x, y in zip(args[0], expected_args[0], strict=True):
         torch.testing.assert_close(x, y)
@@ -228,7 +229,8 @@ def test_b23_compiled_code_copies_no_pool(form):
     ReinplaceCounters.clear()
     options = {"enable_auto_functionalized_v2": form == "auto_functionalized_v2", "fx_graph_cache": False}
     with torch.no_grad(), config.patch(options), torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled = torch.compile(Step(s), backend=recoverssm, dynamic=False)
+        merging = {"post_grad_custom_pre_pass": RecoverSSMPass(merge_layers=True)}
+        compiled = torch.compile(Step(s), options=merging, dynamic=False)
         result, (code,) = run_and_get_code(compiled, *args)
         torch.testing.assert_close(result, Step(s)(*expected))
     for x, y in zip(args[0], expected[0], strict=True):

@@ -134,6 +134,7 @@ def test_b26_uuid_can_be_pickled_and_names_everything_that_decides_the_result(mo
     assert pickle.loads(pickle.dumps(added)).uuid() == added.uuid()
     before = added.uuid()
     assert RecoverSSMPass(then=Neighbour()).uuid() != before
+    assert RecoverSSMPass(merge_layers=True).uuid() != before
     monkeypatch.setattr(ops, "SCHEMAS", (*ops.SCHEMAS[:-1], "kda_recover() -> Tensor"))
     assert added.uuid() != before
     monkeypatch.undo()
