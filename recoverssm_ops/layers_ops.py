@@ -1,9 +1,9 @@
-"""``torch.ops.recoverssm.*_commit_layers``: the commits of every layer of a step as one operator.
+"""``torch.ops.recoverssm.*_commit_layers``: the commits of every layer of a step as one operator, by the rules of ``ops.py``.
 
-Lists of pools, not one pool with a layer dimension: an engine's pools are allocated layer by layer (a list needs no common
-storage), and functionalization re-inplaces each element of a mutated list, so that no pool is cloned. An empty list of gate
-parameters stands for None. The Python-free proxy executor of AOTInductor and TensorRT do not take list arguments well; for
-these, call the commit of each layer (``ops.py``).
+Lists of pools, against the rule that raw operators take no lists, and not one pool with a layer dimension: pools need no
+common storage, and each element of a mutated list is re-inplaced for itself, so that no pool is cloned (docs/design.md,
+section 4, says what was tried). An empty list of gate parameters stands for None. A runtime that takes no list arguments needs
+the commit of each layer.
 """
 
 import torch

@@ -10,6 +10,7 @@ import layers_kernel_checks as checks
 from layers_cases import assert_same, make_conv_layers, make_layers, make_plan, verify_all
 from pools import same_bits
 from torch._dynamo.utils import counters
+from torch._inductor import config
 
 import recoverssm_ops as rs
 
@@ -179,8 +180,8 @@ def test_b32_current_stream_of_a_side_stream():
     assert_same(step.pools + step.convs, loop.pools + loop.convs)
 
 
-def test_b31_reduce_overhead_skips_nothing(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.triton, "cudagraph_or_error", True)
+@config.patch({"triton.cudagraph_or_error": True})
+def test_b31_reduce_overhead_skips_nothing():
     torch._dynamo.reset()
     counters.clear()
     step, loop = Step(), Step()
