@@ -51,7 +51,13 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--batch", type=int, default=1, help="requests decoded together")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of weights and activations; below float32, windows of different lengths round differently, and a near-tie "
+        "can make the texts differ",
+    )
     parser.add_argument("--state-dtype", choices=DTYPES, default="float32", help="of the recurrent state pools")
     # A step of the small model is too short to share: barriers between threads cost more than they save.
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
