@@ -7,6 +7,11 @@ EPS32 = torch.finfo(torch.float32).eps
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+def verify_slack(state: Tensor) -> float:
+    """What ``verify`` may add to the errors of o and u: its CUDA kernel keeps 16 bits where the pool itself has 8."""
+    return 2.0**-15 if state.is_cuda and state.dtype == torch.bfloat16 else 0.0
+
+
 def relative_error(actual: Tensor, oracle64: Tensor) -> float:
     """Frobenius norm of the difference over that of the oracle; the plain norm where the oracle is zero."""
     actual, oracle64 = actual.detach().double().cpu(), oracle64.detach().double().cpu()

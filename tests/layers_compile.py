@@ -1,7 +1,7 @@
 """The all-layers kernels compiled for CUDA targets on a machine without a GPU."""
 
 import triton.language as tl
-from triton_compile import Compiled, compile_kernel
+from triton_compile import DTYPES, Compiled, compile_kernel
 
 from recoverssm_ops.triton import launch, launch_conv
 from recoverssm_ops.triton.layers import commit_layers_kernel, conv_commit_layers_kernel
@@ -14,7 +14,7 @@ def compile_commit(
     scalar_gate: bool = False, bounded: bool = True, packed: bool = False, layers: int = 20, aligned: int = 0b111111,
 ) -> Compiled:  # fmt: skip
     """The kernel as the launcher would build it, with the settings of ``triton_compile.compile_commit``."""
-    config = launch.commit_config(K, V)
+    config = launch.commit_config(1024, T, K, V, DTYPES[pool])
     warps = config.pop("num_warps")
     signature, constants = _plan(columns, packed)
     strides = [f"{x}_{axis}" for x in ("u", "k", "g") for axis in ("row", "token", "head")]

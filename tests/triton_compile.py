@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -14,7 +15,7 @@ from recoverssm_ops.triton import launch
 from recoverssm_ops.triton.commit import commit_kernel
 from recoverssm_ops.triton.verify import verify_kernel
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -63,10 +64,11 @@ def compile_kernel(kernel, signature: dict[str, str], constants: dict, arch: int
 
 def compile_verify(
     arch: int, pool: str, T: int = 8, K: int = 128, V: int = 128, *, data: str = "bf16", scalar_gate: bool = False,
-    factored: bool = True, packed: bool = False, groups: int = 1, **config: int
+    factored: bool = True, packed: bool = False, groups: int = 1, programs: int = 1024,
+    **config: int
 ) -> Compiled:  # fmt: skip
     """The kernel as the launcher would build it; ``config`` overrides its tile sizes, warps and stages."""
-    config = launch.verify_config(T, K, V, _BYTES[pool]) | config
+    config = launch.verify_config(programs, T, K, V, DTYPES[pool]) | config
     warps = config.pop("num_warps")
     signature = dict.fromkeys(("q", "k", "v", "g", "beta", "o"), f"*{data}")
     signature |= {"state": f"*{pool}", "u": "*fp32", "A_log": "*fp32", "dt_bias": "*fp32", "slots": "*i32"}
@@ -83,17 +85,19 @@ def compile_verify(
     constants |= {
         "beta_head": 1, "H": 8, "HV": 8 * groups, "K": K, "V": V, "T": T, "BLOCK_V": triton.next_power_of_2(V),
         "SCALE": K**-0.5,
-        "LOWER_BOUND": -5.0 if factored else 0.0, "SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_L2NORM": True,
-        "USE_GATE": True, "USE_SIGMOID": True, "NEG_EIGVAL": False, **config,
+        "LOWER_BOUND": -5.0 if factored else 0.0, "SCALAR_GATE": scalar_gate, "FACTORED": factored,
+        "SHIFT": launch._shift(-5.0, T) if factored else 0, "USE_L2NORM": True, "USE_GATE": True, "USE_SIGMOID": True,
+        "NEG_EIGVAL": False, **config,
     }  # fmt: skip
     return compile_kernel(verify_kernel, signature, constants, arch, warps)
 
 
 def compile_commit(
     arch: int, pool: str, T: int = 8, K: int = 128, V: int = 128, *, columns: int = 1, data: str = "bf16",
-    scalar_gate: bool = False, bounded: bool = True, packed: bool = False, in_place: bool = True, **config: int
+    scalar_gate: bool = False, bounded: bool = True, packed: bool = False, in_place: bool = True, programs: int = 1024,
+    **config: int
 ) -> Compiled:  # fmt: skip
-    config = launch.commit_config(K, V) | config
+    config = launch.commit_config(programs, T, K, V, DTYPES[pool if in_place else "fp32"]) | config
     warps = config.pop("num_warps")
     signature = {"source_state": f"*{pool}", "dest_state": f"*{pool if in_place else 'fp32'}", "u": "*fp32"}
     signature |= dict.fromkeys(("k", "g"), f"*{data}") | {"A_log": "*fp32", "dt_bias": "*fp32", "length": "*i32"}

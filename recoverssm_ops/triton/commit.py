@@ -1,7 +1,11 @@
-"""The commit kernel: one program per row, value head and tile of V walks the accepted tokens from the checkpoint.
+"""The commit kernel: one program per row, value head and part of V rebuilds the state after the accepted tokens.
 
-The arithmetic is the recurrence's own, ``S <- S exp(g) + u k^T``, through the same gate and norm as verify. The states
-asked for are stored on the way, so any number of plan columns costs one walk. Tokens past the longest column are never
+All accepted tokens are applied at once (docs/design.md, section 2),
+
+    S_n = S_0 exp(G_n) + U^T [k exp(G_n - G_i)],
+
+a product on the matrix unit, so the time hardly depends on how many were accepted. ``exp(G_n - G_i)`` is a running
+product from the last accepted token backwards: nothing is subtracted, no exponent is positive. Tokens past ``n`` are never
 loaded.
 """
 
@@ -9,6 +13,7 @@ import triton
 import triton.language as tl
 
 from recoverssm_ops.triton.gates import exp, gate_parameters, log_decay, row_span, unit_scale
+from recoverssm_ops.triton.products import cut, thin_product
 
 
 @triton.jit
@@ -27,6 +32,52 @@ def plan_column(
 
 
 @triton.jit
+def decays(
+    g, g_token, n, rate, bias, r, kk,
+    K: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, USE_GATE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """``exp(G_n - G_i)`` of token i = n - 1 - r in row r, ``[TP, BK | 1]``, and ``exp(G_n)``, ``[BK | 1]``."""
+    TP: tl.constexpr = r.shape[0]
+    # Row r holds the decay of the token behind its own, so the running product ends before its own.
+    behind = ((r > 0) & (r <= n))[:, None]
+    if SCALAR_GATE:
+        raw = tl.load(g + ((n - r) * g_token)[:, None], mask=behind, other=0.0)
+        first = tl.load(g + tl.arange(0, 1), mask=(n == TP) & (tl.arange(0, 1) == 0), other=0.0)
+    else:
+        raw = tl.load(g + ((n - r) * g_token)[:, None] + kk[None, :], mask=behind & (kk < K)[None, :], other=0.0)
+        first = tl.load(g + kk, mask=(kk < K) & (n == TP), other=0.0)
+    decay = tl.where(behind, exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), 1.0)
+    decay = tl.cumprod(decay, 0)
+    # The last row has seen all tokens, unless there are as many as rows.
+    whole = tl.sum(tl.where((r == TP - 1)[:, None], decay, 0.0), 0)
+    return decay, tl.where(
+        n == TP, whole * exp(log_decay(first, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), whole
+    )
+
+
+@triton.jit
+def decayed_keys(
+    k, g, n, k_token, g_token, rate, bias, r, kk,
+    K: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, USE_L2NORM: tl.constexpr,
+    USE_GATE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """``k exp(G_n - G_i)`` of the accepted tokens, the last one first, ``[TP, BK]``, and ``exp(G_n)``."""
+    decay, whole = decays(g, g_token, n, rate, bias, r, kk, K, LOWER_BOUND, SCALAR_GATE, USE_GATE, EXACT)
+    mask = (r < n)[:, None] & (kk < K)[None, :]
+    keys = tl.load(k + ((n - 1 - r) * k_token)[:, None] + kk[None, :], mask=mask, other=0.0).to(tl.float32)
+    return keys * unit_scale(keys, 1, USE_L2NORM)[:, None] * decay, whole
+
+
+@triton.jit
+def load_state(matrix, vv, kk, stride_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    tile = (matrix + vv.to(tl.int64) * stride_v)[:, None] + kk[None, :]
+    if V % BV == 0 and K == BK:
+        return tl.load(tile)
+    else:
+        return tl.load(tile, mask=(vv < V)[:, None] & (kk < K)[None, :], other=0.0)
+
+
+@triton.jit
 def store_state(matrix, S, vv, kk, stride_v, V: tl.constexpr, K: tl.constexpr):
     """One tile of a state matrix; rounds to the pool's dtype, the only rounding there is."""
     tile = (matrix + vv.to(tl.int64) * stride_v)[:, None] + kk[None, :]
@@ -40,14 +91,16 @@ def commit_program(
     u_row, u_token, u_head, k_row, k_token, k_head, g_row, g_token, g_head,
     source_slot, source_head, source_v, dest_slot, dest_head, dest_v,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr,
-    USE_L2NORM: tl.constexpr, USE_GATE: tl.constexpr, IN_PLACE: tl.constexpr,
+    TP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, USE_L2NORM: tl.constexpr,
+    USE_GATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """What program ``pid`` of one layer does."""
-    TILES: tl.constexpr = (V + BV - 1) // BV
-    row, head = pid // (HV * TILES), pid // TILES % HV
-    vv = (pid % TILES).to(tl.int32) * BV + tl.arange(0, BV)
+    """What program ``pid`` of one layer does: ``PART`` values of one head, in tiles of ``BV``."""
+    PARTS: tl.constexpr = (V + PART - 1) // PART
+    row, head = pid // (HV * PARTS), pid // PARTS % HV
+    begin = (pid % PARTS).to(tl.int32) * PART
     kk = tl.arange(0, BK)
+    r = tl.arange(0, TP).to(tl.int64)
     if IN_PLACE:
         slot = tl.load(source + row * source_row).to(tl.int64)
         if slot <= pad_slot_id:
@@ -55,71 +108,58 @@ def commit_program(
     else:
         slot = row
     where, start, tokens = row_span(cu_seqlens, row, num_tokens, T)
-
-    longest = tokens * 0
-    for m in tl.static_range(M):
-        _slot, n, written = plan_column(
-            dest, length, row, m, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
-        )
-        longest = tl.maximum(longest, tl.where(written, n, 0))
-
-    inside = (vv < V)[:, None] & (kk < K)[None, :]
-    v64 = vv.to(tl.int64)
-    source_tile = (source_state + slot * source_slot + head * source_head + v64 * source_v)[:, None] + kk[None, :]
-    dest_state += head * dest_head
-    raw = tl.load(source_tile) if V % BV == 0 and K == BK else tl.load(source_tile, mask=inside, other=0.0)
-    for m in tl.static_range(M):
-        to, n, written = plan_column(
-            dest, length, row, m, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
-        )
-        # No token, no arithmetic: the slot keeps its bits (in place) or receives the source's.
-        if IN_PLACE:
-            written = written & (to != slot)
-        if written & (n == 0):
-            store_state(dest_state + to * dest_slot, raw, vv, kk, dest_v, V, K)
-
-    k += where * k_row + start * k_token + head // (HV // H) * k_head + kk
-    u += where * u_row + start * u_token + head * u_head + vv
+    k += where * k_row + start * k_token + head // (HV // H) * k_head
+    u += where * u_row + start * u_token + head * u_head
     g += where * g_row + start * g_token + head * g_head
-    if not SCALAR_GATE:
-        g += kk
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
-    S = raw.to(tl.float32)
-    i = longest * 0
-    # Each token's inputs are loaded while the one before is applied.
-    key = tl.load(k, mask=(kk < K) & (i < longest), other=0.0)
-    correction = tl.load(u, mask=(vv < V) & (i < longest), other=0.0)
-    if SCALAR_GATE:
-        gate = tl.load(g, mask=i < longest, other=0.0)
-    else:
-        gate = tl.load(g, mask=(kk < K) & (i < longest), other=0.0)
-    while i < longest:
-        unit = key.to(tl.float32)
-        unit = unit * unit_scale(unit, 0, USE_L2NORM)
-        decay = exp(log_decay(gate, rate, bias, LOWER_BOUND, USE_GATE))
-        step = correction
-        i += 1
-        key = tl.load(k + i * k_token, mask=(kk < K) & (i < longest), other=0.0)
-        correction = tl.load(u + i * u_token, mask=(vv < V) & (i < longest), other=0.0)
-        if SCALAR_GATE:
-            gate = tl.load(g + i * g_token, mask=i < longest, other=0.0)
-        else:
-            gate = tl.load(g + i * g_token, mask=(kk < K) & (i < longest), other=0.0)
-        S = S * (decay if SCALAR_GATE else decay[None, :]) + step[:, None] * unit[None, :]
-        if M > 1:
-            for m in tl.static_range(M):
-                to, n, written = plan_column(
-                    dest, length, row, m, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id,
-                    IN_PLACE,
-                )  # fmt: skip
-                if written & (n == i):
-                    store_state(dest_state + to * dest_slot, S, vv, kk, dest_v, V, K)
-    if M == 1:
+    source_state += slot * source_slot + head * source_head
+    dest_state += head * dest_head
+
+    # A column that writes to the source's own slot comes last: the others still read it.
+    for index in range(2 * M if M > 1 else 1):
         to, n, written = plan_column(
-            dest, length, row, 0, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
-        )
+            dest, length, row, index % M, dest_row, dest_column, length_row, length_column, tokens, pad_slot_id, IN_PLACE
+        )  # fmt: skip
+        in_place = IN_PLACE and to == slot
+        if M > 1:
+            written = written & (in_place == (index >= M))
         if written & (n > 0):
-            store_state(dest_state + to * dest_slot, S, vv, kk, dest_v, V, K)
+            keys, whole = decayed_keys(
+                k,
+                g,
+                n,
+                k_token,
+                g_token,
+                rate,
+                bias,
+                r,
+                kk,
+                K,
+                LOWER_BOUND,
+                SCALAR_GATE,
+                USE_L2NORM,
+                USE_GATE,
+                PIECES == 0,
+            )
+            keys = cut(keys, PIECES)
+            for v0 in tl.range(begin, begin + PART, BV, num_stages=STAGES):
+                vv = v0 + tl.arange(0, BV)
+                mask = (r < n)[:, None] & (vv < V)[None, :]
+                corrections = tl.load(u + ((n - 1 - r) * u_token)[:, None] + vv[None, :], mask=mask, other=0.0)
+                corrections = cut(tl.trans(corrections), PIECES)
+                state = load_state(source_state, vv, kk, source_v, V, K, BV, BK).to(tl.float32) * whole[None, :]
+                if PIECES == 0:
+                    # The matrix unit truncates as it accumulates, which a float32 pool would show.
+                    state += thin_product(corrections, keys, tl.zeros((BV, BK), dtype=tl.float32))
+                else:
+                    state = thin_product(corrections, keys, state)
+                store_state(dest_state + to * dest_slot, state, vv, kk, dest_v, V, K)
+        elif written & (not in_place):
+            # No token, no arithmetic: the source's bits.
+            for v0 in range(begin, begin + PART, BV):
+                vv = v0 + tl.arange(0, BV)
+                state = load_state(source_state, vv, kk, source_v, V, K, BV, BK)
+                store_state(dest_state + to * dest_slot, state, vv, kk, dest_v, V, K)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "pad_slot_id"])
@@ -129,13 +169,15 @@ def commit_kernel(
     u_row, u_token, u_head, k_row, k_token, k_head, g_row, g_token, g_head,
     source_slot, source_head, source_v, dest_slot, dest_head, dest_v,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr,
-    USE_L2NORM: tl.constexpr, USE_GATE: tl.constexpr, IN_PLACE: tl.constexpr,
+    TP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, USE_L2NORM: tl.constexpr,
+    USE_GATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     commit_program(
         tl.program_id(0).to(tl.int64), source_state, dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias,
         num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
         u_row, u_token, u_head, k_row, k_token, k_head, g_row, g_token, g_head,
         source_slot, source_head, source_v, dest_slot, dest_head, dest_v,
-        H, HV, K, V, T, M, BK, BV, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE, IN_PLACE,
+        H, HV, K, V, T, M, TP, BK, BV, PART, PIECES, STAGES, LOWER_BOUND, SCALAR_GATE, USE_L2NORM,
+        USE_GATE, IN_PLACE,
     )  # fmt: skip

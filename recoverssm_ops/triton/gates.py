@@ -13,22 +13,39 @@ from recoverssm_ops.gates import L2NORM_EPS
 _EPS = tl.constexpr(L2NORM_EPS)
 
 
-@triton.jit
-def exp(x):
-    """``exp(x)`` to float32 accuracy, for any decay.
+_LOG2E = tl.constexpr(1.44269502162933349609375)  # as a float32
+_LN2 = tl.constexpr(0.6931471805599453)
 
-    The hardware has ``2^y`` alone, and rounding y = x log2(e) costs 2^-22 at y = 7, token after token. So the integer part of y
-    is taken off first, in two steps that lose nothing (log(2) = 355/512 - 2.12e-4).
+
+@triton.jit
+def exp(x, EXACT: tl.constexpr):
+    """``exp(x)``, for any decay; to float32 accuracy if ``EXACT``, else to about 2^-20.
+
+    The hardware has ``2^y`` alone, and rounding y = x log2(e) costs 2^-22 at y = 7, token after token; so what was lost is
+    put back.
     """
-    x = tl.where(x < -150.0, -150.0, tl.where(x > 150.0, 150.0, x))  # NaN stays NaN
-    whole = tl.floor(x * 1.4426950408889634 + 0.5)
-    part = (x - whole * 0.693359375) + whole * 2.12194440054690583e-4
-    return tl.exp2(whole) * tl.exp2(part * 1.4426950408889634)
+    x = tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, 88.0, propagate_nan=tl.PropagateNan.ALL)
+    power = x * _LOG2E
+    estimate = tl.exp2(power)
+    if EXACT:
+        estimate = tl.fma(estimate, tl.fma(x, -_LOG2E, power) * -_LN2, estimate)
+    return estimate
 
 
 @triton.jit
-def sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + exp(-x))
+def reciprocal(x, EXACT: tl.constexpr):
+    """``1 / x`` for finite positive ``x`` by way of the square root: a division costs twice as much."""
+    root = tl.rsqrt(x)
+    estimate = root * root
+    if EXACT:
+        estimate = tl.fma(estimate, tl.fma(-x, estimate, 1.0), estimate)
+    return estimate
+
+
+@triton.jit
+def sigmoid(x, EXACT: tl.constexpr):
+    return reciprocal(1.0 + exp(-x, EXACT), EXACT)
 
 
 @triton.jit
@@ -38,7 +55,7 @@ def softplus(x):
     The hardware logarithm has a fixed absolute error, which the rate ``exp(A_log)`` would amplify; so log1p(z), z in
     (0, 1], is ``2 atanh(s)`` with ``s = z / (2 + z) <= 1/3``, whose series has converged after eight terms.
     """
-    z = exp(-tl.abs(x))
+    z = exp(-tl.abs(x), True)
     s = z / (2.0 + z)
     s2 = s * s
     series = s2 * (1.0 / 15.0) + 1.0 / 13.0
@@ -52,19 +69,19 @@ def softplus(x):
 
 
 @triton.jit
-def log_decay(g, rate, bias, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr):
+def log_decay(g, rate, bias, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, EXACT: tl.constexpr):
     """Log decay of raw gates ``g``; ``rate`` and ``bias`` broadcast. ``LOWER_BOUND == 0``: the unbounded gate."""
     g = g.to(tl.float32)
     if USE_GATE:
         x = g + bias
-        g = -rate * softplus(x) if LOWER_BOUND == 0.0 else LOWER_BOUND * sigmoid(rate * x)
+        g = -rate * softplus(x) if LOWER_BOUND == 0.0 else LOWER_BOUND * sigmoid(rate * x, EXACT)
     return g
 
 
 @triton.jit
 def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.constexpr):
     """Rate ``exp(A_log)`` (a scalar) and bias (``[BK]``, or a scalar for the scalar gate) of one value head."""
-    rate = 1.0 if A_log is None else exp(tl.load(A_log + head).to(tl.float32))
+    rate = 1.0 if A_log is None else exp(tl.load(A_log + head).to(tl.float32), True)
     if dt_bias is None:
         bias = 0.0
     elif SCALAR_GATE:
@@ -82,14 +99,14 @@ def unit_scale(x, axis: tl.constexpr, USE_L2NORM: tl.constexpr):
         return squares * 0.0 + 1.0
     # The hardware's estimate is good to 2^-22; the delta rule subtracts nearly equal numbers, so one Newton step more.
     scale = tl.rsqrt(squares)
-    return scale * (1.5 - 0.5 * squares * scale * scale)
+    return tl.fma(scale, 0.5 * tl.fma(-squares * scale, scale, 1.0), scale)
 
 
 @triton.jit
 def step_size(beta, USE_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
     beta = beta.to(tl.float32)
     if USE_SIGMOID:
-        beta = sigmoid(beta)
+        beta = sigmoid(beta, True)
     if NEG_EIGVAL:
         beta = 2.0 * beta
     return beta

@@ -5,6 +5,7 @@ activations that are not contiguous in their last axis are copied, never a pool.
 """
 
 import contextlib
+import math
 
 import torch
 import triton
@@ -13,35 +14,66 @@ from torch import Tensor
 from recoverssm_ops.triton.commit import commit_kernel
 from recoverssm_ops.triton.verify import verify_kernel
 
+# No more programs than this: less than one for each multiprocessor of a large GPU.
+FEW_PROGRAMS = 96
 # exp(-G) of the factored couplings stays below e^80, and its product with a unit vector finite in float32.
 MAX_FACTORED_EXPONENT = 80.0
 
 
-def verify_config(window: int, key_dim: int, value_dim: int, element_size: int) -> dict[str, int]:
-    """Tile sizes, warps and stages of the verify kernel.
+def verify_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes, warps and stages of the verify kernel for ``programs`` pairs of row and value head.
 
-    The serial part of a program is latency, so many small programs beat few large ones: as few warps as hold the
-    ``[2 TP, BK]`` operand and its pieces in registers without spilling.
+    A program is a long chain of dependent steps. Where there are many, the fewest warps that hold it in registers make the most
+    chains run at once; where the GPU is not full, more warps shorten the one there is.
     """
-    TP = max(4, triton.next_power_of_2(window))
+    TP = max(8, triton.next_power_of_2(window))
     BK = max(16, triton.next_power_of_2(key_dim))
-    warps = max(1, min(8, max(2 * TP * BK // 1024, BK // 64)))
-    large = _is_large(window, key_dim)
-    wide = warps >= 4 and BK * element_size < 1024 and not large
-    BV = min(64 if wide else 16 if large else 32, max(16, triton.next_power_of_2(value_dim)))
-    return {"TP": TP, "BK": BK, "BV": BV, "STAGES": 1 if large else 2, "num_warps": warps}
+    PART = max(16, triton.next_power_of_2(value_dim))
+    few = programs <= FEW_PROGRAMS
+    warps = max(1, min(8, TP * BK // 1024))
+    rows = 32 if state_dtype.itemsize == 2 and warps * 1024 >= TP * BK else 16
+    if few:
+        warps = min(8, (4 if state_dtype.itemsize == 2 else 8) * warps)
+        rows = 128 // warps
+    large = TP * BK > 2048
+    stages = 1 if few or large else 2
+    BV = min(rows * warps, PART, _most_rows(BK * state_dtype.itemsize, 1 if few and not large else 2))
+    return {"TP": TP, "BK": BK, "BV": BV, "PIECES": _pieces(state_dtype), "STAGES": stages, "num_warps": warps}
 
 
-def commit_config(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Tile sizes and warps of the commit kernel: 64 state elements a lane leave room to load one token ahead."""
+def commit_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes, warps and stages of the commit kernel for ``programs`` triples of layer, row and value head.
+
+    By the rules of :func:`verify_config`; where there are few, programs share out a head's values, ``PART`` to each.
+    """
+    TP = max(8, triton.next_power_of_2(window))
     BK = max(16, triton.next_power_of_2(key_dim))
-    BV = min(max(16, 2048 // BK), triton.next_power_of_2(value_dim))
-    return {"BK": BK, "BV": BV, "num_warps": max(1, BK * BV // 2048)}
+    PART = max(16, triton.next_power_of_2(value_dim))
+    few = programs <= FEW_PROGRAMS
+    warps = max(1, min(8, TP * BK // 1024)) * (2 if few or state_dtype.itemsize == 4 else 1)
+    BV = min(16 * warps, PART, _most_rows(BK * state_dtype.itemsize, 2))
+    if few:
+        BV = PART = 16
+    return {
+        "TP": TP, "BK": BK, "BV": BV, "PART": PART, "PIECES": _pieces(state_dtype), "STAGES": 1 if few else 2,
+        "num_warps": min(8, warps),
+    }  # fmt: skip
 
 
-def _is_large(window: int, key_dim: int) -> bool:
-    """Operands that leave little of the 99 KiB that a block can have on the smaller GPUs."""
-    return window > 8 and key_dim > 128
+def _shift(lower_bound: float, window: int) -> int:
+    """Powers of two by which to move ``exp(G)`` up and ``exp(-G)`` down: half their range, where that is wide."""
+    exponent = -lower_bound * window
+    return round(exponent * math.log2(math.e) / 2) if exponent > 50 else 0
+
+
+def _most_rows(row_bytes: int, stages: int) -> int:
+    """Rows of state in a tile: a block of the smaller GPUs has 99 KiB of shared memory, and most of it is needed elsewhere."""
+    return max(16, (65536 if stages == 1 else 16384) // row_bytes)
+
+
+def _pieces(state_dtype: torch.dtype) -> int:
+    """How finely products are cut (``products.py``): a bf16 pool rounds to 8 bits what 16 bits have been computed of."""
+    return 2 if state_dtype == torch.bfloat16 else 0
 
 
 def verify(
@@ -80,7 +112,6 @@ def verify(
         and not scalar_gate
         and lower_bound < 0
         and -lower_bound * window <= MAX_FACTORED_EXPONENT
-        and not _is_large(window, key_dim)
     )
     with _on_device(state):
         verify_kernel[(batch * value_heads,)](
@@ -116,11 +147,12 @@ def verify(
             LOWER_BOUND=lower_bound,
             SCALAR_GATE=scalar_gate,
             FACTORED=factored,
+            SHIFT=_shift(lower_bound, window) if factored else 0,
             USE_L2NORM=use_qk_l2norm_in_kernel,
             USE_GATE=use_gate_in_kernel,
             USE_SIGMOID=use_beta_sigmoid_in_kernel,
             NEG_EIGVAL=allow_neg_eigval,
-            **verify_config(window, key_dim, value_dim, state.element_size()),
+            **verify_config(batch * value_heads, window, key_dim, value_dim, state.dtype),
         )
     return o, u
 
@@ -199,8 +231,8 @@ def _walk(
     u, k = _last_axis_contiguous(u), _last_axis_contiguous(k)
     scalar_gate = g.ndim == 3
     g = g if scalar_gate else _last_axis_contiguous(g)
-    config = commit_config(key_dim, value_dim)
-    tiles = triton.cdiv(value_dim, config["BV"])
+    config = commit_config(batch * value_heads, window, key_dim, value_dim, dest_state.dtype)
+    tiles = triton.cdiv(value_dim, config["PART"])
     with _on_device(dest_state):
         commit_kernel[(batch * value_heads * tiles,)](
             source_state,

@@ -1,7 +1,9 @@
 """Products at float32 quality on the matrix unit, whose operands are bf16 or tf32.
 
-An operand is cut into pieces of 8 (bf16) or 11 (tf32) significant bits by clearing low bits, which is exact: the next
-piece is the difference. Clearing is one integer instruction; a lone rounding to bf16 runs at a fraction of that rate.
+An operand is cut into pieces of 8 (bf16) or 11 (tf32) significant bits, which is exact: the next piece is the difference.
+Bits are cleared or rounded by integer instructions; a lone rounding to bf16 runs at a fraction of that rate.
+
+``PIECES`` says how fine: 3 bf16 pieces hold a float32 exactly, 2 hold 16 of its 24 bits; 0 stands for two tf32 pieces, 22 bits.
 """
 
 import triton
@@ -9,8 +11,8 @@ import triton.language as tl
 
 
 @triton.jit
-def leading_bits(x, MASK: tl.constexpr):
-    return (x.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
+def leading_bits(x):
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -20,46 +22,57 @@ def nearest_tf32(x):
 
 
 @triton.jit
-def bf16_pieces(x):
-    """Three bf16 tensors whose sum is exactly the float32 ``x``."""
-    high = leading_bits(x, -65536)
-    rest = x - high
-    middle = leading_bits(rest, -65536)
-    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
-
-
-@triton.jit
-def product_exact_bf16(a, b):
-    """``a`` float32 times ``b`` bf16: three products, small pieces first."""
-    high, middle, low = bf16_pieces(a)
-    result = tl.dot(low, b)
-    result = tl.dot(middle, b, result)
-    return tl.dot(high, b, result)
-
-
-@triton.jit
-def product_bf16(a, b):
-    """Both float32, as six products of bf16 pieces; the three that are left out are below 2^-24."""
-    a_high, a_middle, a_low = bf16_pieces(a)
-    b_high, b_middle, b_low = bf16_pieces(b)
-    result = tl.dot(a_low, b_high)
-    result = tl.dot(a_middle, b_middle, result)
-    result = tl.dot(a_high, b_low, result)
-    result = tl.dot(a_middle, b_high, result)
-    result = tl.dot(a_high, b_middle, result)
-    return tl.dot(a_high, b_high, result)
-
-
-@triton.jit
-def product_tf32(a, b):
-    """Both float32, as three tf32 products; or ``b`` float16, which is exact in tf32, as two."""
-    a_high = nearest_tf32(a)
-    a_low = a - a_high
-    if b.dtype == tl.float16:
-        b_high = b.to(tl.float32)
-        result = tl.dot(a_low, b_high, input_precision="tf32")
+def cut(x, PIECES: tl.constexpr):
+    """A tuple of tensors, the largest first, whose sum is ``x`` up to the bits that ``PIECES`` leaves out."""
+    if (x.dtype == tl.bfloat16 and PIECES > 0) or (x.dtype == tl.float16 and PIECES == 0):
+        return (x.to(tl.float32) if PIECES == 0 else x,)
+    elif PIECES == 0:
+        x = x.to(tl.float32)
+        high = nearest_tf32(x)
+        return high, x - high
     else:
-        b_high = nearest_tf32(b)
-        result = tl.dot(a_low, b_high, input_precision="tf32")
-        result = tl.dot(a_high, b - b_high, result, input_precision="tf32")
-    return tl.dot(a_high, b_high, result, input_precision="tf32")
+        high = leading_bits(x)
+        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def transposed(pieces):
+    if len(pieces) == 1:
+        return (tl.trans(pieces[0]),)
+    else:
+        return tl.trans(pieces[0]), tl.trans(pieces[1])
+
+
+@triton.jit
+def product(a, b):
+    """Product of two cut matrices, the small terms first; those below the last piece's place are left out."""
+    LAST: tl.constexpr = max(len(a), len(b)) - 1
+    result = tl.zeros((a[0].shape[0], b[0].shape[1]), dtype=tl.float32)
+    for back in tl.static_range(LAST + 1):
+        for i in tl.static_range(len(a)):
+            if LAST - back - i >= 0 and LAST - back - i < len(b):
+                result = tl.dot(a[i], b[LAST - back - i], result, input_precision="tf32")
+    return result
+
+
+@triton.jit
+def concatenate(a, b):
+    """``[N, C]`` and ``[N, C]`` as ``[N, 2 C]``."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def twice(x):
+    """``[C, N]`` above itself, ``[2 C, N]``."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], (2, x.shape[0], x.shape[1])), (2 * x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def thin_product(a, b, sum):
+    """``sum + a b`` for ``a [N, C]`` and ``b [C, R]`` cut in two, C small.
+
+    Two pieces side by side fill the matrix unit's contraction.
+    """
+    left = concatenate(a[0], a[1])
+    sum = tl.dot(left, twice(b[1]), sum, input_precision="tf32")
+    return tl.dot(left, twice(b[0]), sum, input_precision="tf32")

@@ -1,122 +1,112 @@
 """The verify kernel: one program per row and value head, one read of the checkpoint for the whole window.
 
-Keys and queries are stacked into one tile of ``2 * TP`` rows (``TP``: the window padded to a power of two): row t is
-token t's key, row ``TP + t`` its query. With ``a`` that tile times ``exp(G_t)``, one product with the state gives P
-and R at once, and the window's equations (docs/design.md, section 2) become one unit lower triangular system,
+With ``a`` the window's keys and queries times ``exp(G_t)``, products of the state with ``a^T`` give P and R at once, and the
+window's equations (docs/design.md, section 2) become
 
-    L [U; O] = [beta (V - P); R],    L = [[I + beta c, 0], [-d, I]],
+    U = B (V - P) N^T,   O = R + B (V - P) (D N)^T,   N = (I + B C)^-1   (tokens are columns here),
 
-whose inverse, found once by elimination, is applied to every tile of V on the matrix unit.
+so ``N`` and ``D N``, found once by elimination, are applied to every tile of V on the matrix unit.
+
+Rows are normalised at the end, by factors of the sums: C and D are ``[TP, TP]``, and P and R meet a factor anyway.
 """
 
 import triton
 import triton.language as tl
 
-from recoverssm_ops.triton.gates import exp, gate_parameters, log_decay, row_span, step_size, unit_scale
-from recoverssm_ops.triton.products import product_bf16, product_exact_bf16, product_tf32
-
-# log2(e) as a float32 and the rest of it.
-_LOG2E = tl.constexpr(1.44269502162933349609375)
-_LOG2E_REST = tl.constexpr(1.925963033500011e-08)
+from recoverssm_ops.triton.gates import exp, gate_parameters, log_decay, reciprocal, row_span, step_size, unit_scale
+from recoverssm_ops.triton.products import cut, product, thin_product, transposed
 
 
 @triton.jit
 def couplings_by_token(
-    kq, k, g, k_token, g_token, length, rate, bias, r, rt, kk,
-    K: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr,
-    USE_L2NORM: tl.constexpr, USE_GATE: tl.constexpr,
+    keys, queries, k, g, k_token, g_token, length, rate, bias, t, kk,
+    K: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Couplings ``[2 TP, 2 TP]`` and ``a``, for any decay.
+    """C, D, and keys and queries times ``exp(G)``, for any decay.
 
     From the last token to the first, each later row is multiplied by one more decay, as the recurrence would: nothing
     is subtracted and no exponent is positive, so nothing overflows and strong decays end in zeros.
     """
-    X = tl.zeros((2 * TP, 2 * TP), dtype=tl.float32)
+    column = tl.arange(0, TP)
+    C = tl.zeros((TP, TP), dtype=tl.float32)
+    D = tl.zeros((TP, TP), dtype=tl.float32)
     for back in range(T):
         i = T - 1 - back
-        inside = i < length
-        key = tl.load(k + i * k_token + kk, mask=(kk < K) & inside, other=0.0).to(tl.float32)
-        key = key * unit_scale(key, 0, USE_L2NORM)
-        column = tl.sum(kq * key[None, :], 1)
-        X = tl.where((r[None, :] == i) & (rt[:, None] >= i), column[:, None], X)
-        if SCALAR_GATE:
-            raw = tl.load(g + i * g_token, mask=inside, other=0.0)
-        else:
-            raw = tl.load(g + i * g_token + kk, mask=(kk < K) & inside, other=0.0)
-        decay = exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE))
-        kq = tl.where(rt[:, None] >= i, kq * (decay if SCALAR_GATE else decay[None, :]), kq)
-    return X, kq
-
-
-@triton.jit
-def power_of_two(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def exp_of_sums(gate):
-    """``exp(G)`` of the running sums G of ``gate`` along the tokens, |G| <= 80, and ``exp(G - c)``, ``exp(c - G)``.
-
-    All to float32 accuracy: a float32 sum near -80 is only good to 4e-6, and so would be its exponential. In base 2 the sum is
-    kept in two parts: multiples of 2^-17, which add up exactly, and what is left of every term. Its integer part becomes an
-    exponent by itself. ``c``, half of the whole sum, keeps the small pieces of both factors away from zero.
-    """
-    high = tl.fma(gate, tl.full(gate.shape, _LOG2E, tl.float32), 192.0) - 192.0
-    low = tl.fma(gate, tl.full(gate.shape, _LOG2E, tl.float32), -high) + gate * _LOG2E_REST
-    G = tl.cumsum(high, 0)
-    whole = (G + 12582912.0) - 12582912.0  # to the nearest integer: 1.5 * 2^23 leaves no bit for a fraction
-    part = (G - whole) + tl.cumsum(low, 0)
-    # A NaN of a later token must not reach the earlier ones.
-    half = tl.floor(0.5 * tl.sum(tl.where(high == high, high, 0.0), 0)).to(tl.int32)[None, :]
-    exponent = whole.to(tl.int32)
-    fraction, inverse = tl.exp2(part), tl.exp2(-part)
-    decay = power_of_two(exponent) * fraction
-    return decay, power_of_two(exponent - half) * fraction, power_of_two(half - exponent) * inverse
+        mask = (kk < K) & (i < length)
+        key = tl.load(k + i * k_token + kk, mask=mask, other=0.0).to(tl.float32)
+        C = tl.where(column[None, :] == i, tl.sum(keys * key[None, :], 1)[:, None], C)
+        D = tl.where(column[None, :] == i, tl.sum(queries * key[None, :], 1)[:, None], D)
+        raw = tl.load(g + i * g_token + kk, mask=mask, other=0.0)
+        decay = exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT)[None, :]
+        keys = tl.where(t[:, None] >= i, keys * decay, keys)
+        queries = tl.where(t[:, None] >= i, queries * decay, queries)
+    return C, D, keys, queries
 
 
 @triton.jit
 def couplings_factored(
-    kq, g, g_token, length, rate, bias, t64, kk,
-    K: tl.constexpr, LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, BF16_PIECES: tl.constexpr,
+    keys, queries, raw, length, rate, bias, t,
+    LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, SHIFT: tl.constexpr, PIECES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The same in one product, ``(k exp(G - c))(k exp(c - G))^T``: only where the gate's bound proves both finite."""
-    mask = (t64 < length)[:, None] & (kk < K)[None, :]
-    raw = tl.load(g + (t64 * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
-    # Tokens past the row's end do not decay, or -G would leave the proven range.
-    gate = tl.where((t64 < length)[:, None], log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE), 0.0)
-    decay, shrinking, growing = exp_of_sums(gate)
-    SHAPE: tl.constexpr = (2 * kq.shape[1], kq.shape[2])
-    is_key = (tl.arange(0, 2) == 0)[:, None, None]
-    later = tl.reshape(kq * shrinking[None, :, :], SHAPE)
-    earlier = tl.trans(tl.reshape(tl.where(is_key, kq * growing[None, :, :], 0.0), SHAPE))
-    X = product_bf16(later, earlier) if BF16_PIECES else product_tf32(later, earlier)
-    return X, tl.reshape(kq * decay[None, :, :], SHAPE)
+    """The same, cut, by products ``(keys exp(G)) (keys exp(-G))^T``: only where the gate's bound proves both finite.
 
-
-@triton.jit
-def invert_unit_lower(L, r, T: tl.constexpr, TP: tl.constexpr):
-    """Inverse of ``I + strict_lower(L)`` whose first T columns alone are non-zero, by elimination.
-
-    The power series of a nilpotent matrix would need fewer steps, and cancels every digit for repeated keys.
+    ``exp(G)`` is a running product and ``exp(-G)`` its reciprocal, so what rounding did up to token i cancels, and the error is
+    that of the decays in between, as in the recurrence. ``SHIFT`` moves the range of ``exp(G)`` up and that of ``exp(-G)``
+    down by 2^SHIFT, so that the small pieces of neither are lost; the two results carry the factor.
     """
-    inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
-    for i in tl.static_range(T):
-        row = tl.sum(tl.where(r[:, None] == i, inverse, 0.0), 0)
-        column = tl.sum(tl.where((r[None, :] == i) & (r[:, None] > i), L, 0.0), 1)
-        # Not 0 * NaN: a token that is not finite stays out of the rows before it.
-        later = tl.where(r < TP, r > i, r - TP >= i)
-        inverse = tl.where(later[:, None], inverse - column[:, None] * row[None, :], inverse)
-    return inverse
+    # Tokens past the row's end do not decay, or -G would leave the proven range.
+    gate = tl.where((t < length)[:, None], log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), 0.0)
+    shrinking = tl.cumprod(exp(gate, EXACT), 0)
+    if SHIFT:
+        shrinking *= 2.0**SHIFT
+    earlier = transposed(cut(keys * reciprocal(shrinking, EXACT), PIECES))
+    a_keys, a_queries = cut(keys * shrinking, PIECES), cut(queries * shrinking, PIECES)
+    return product(a_keys, earlier), product(a_queries, earlier), a_keys, a_queries
 
 
 @triton.jit
-def small_product(a, b, TP: tl.constexpr):
-    """``[2 TP, 2 TP]`` times ``[2 TP, BV]``."""
-    if TP >= 8:
-        return product_tf32(a, b)
-    else:
-        # Fewer rows than the matrix unit's shortest contraction.
-        return tl.sum(a[:, :, None] * b[None, :, :], 1)
+def couplings_scalar(
+    keys, queries, g, g_token, length, rate, bias, t,
+    LOWER_BOUND: tl.constexpr, USE_GATE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """One decay per token and head: the products of keys and queries first, then ``exp(G_t - G_i)`` on the results.
+
+    The sums run over the tokens between i and t alone: a difference of two running sums would cancel. Also ``exp(G_t)``.
+    """
+    TP: tl.constexpr = keys.shape[0]
+    gate = log_decay(tl.load(g + t * g_token, mask=t < length, other=0.0), rate, bias, LOWER_BOUND, USE_GATE, True)
+    i = tl.arange(0, TP)
+    decay = exp(tl.cumsum(tl.where((t[:, None] > i[None, :]) & (t < length)[:, None], gate[:, None], 0.0), 0), True)
+    a_keys, a_queries = cut(keys, PIECES), cut(queries, PIECES)
+    earlier = transposed(a_keys)
+    return (
+        product(a_keys, earlier) * decay,
+        product(a_queries, earlier) * decay,
+        a_keys,
+        a_queries,
+        exp(tl.cumsum(gate, 0), True),
+    )
+
+
+@triton.jit
+def eliminate(C, D, T: tl.constexpr, TP: tl.constexpr):
+    """``N = (I + C)^-1`` and ``D N``, for the strictly lower part of C and the lower part of D.
+
+    A power series of the nilpotent part would need fewer steps, and cancels every digit for repeated keys. What is masked is
+    not multiplied by zero: a token that is not finite stays out of the rows before it.
+    """
+    t = tl.arange(0, TP)
+    N = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    DN = tl.zeros((TP, TP), dtype=tl.float32)
+    for i in tl.static_range(T):
+        row = tl.sum(tl.where(t[:, None] == i, N, 0.0), 0)[None, :]
+        c = tl.sum(tl.where(t[None, :] == i, C, 0.0), 1)[:, None]
+        d = tl.sum(tl.where(t[None, :] == i, D, 0.0), 1)[:, None]
+        N = tl.where(t[:, None] > i, N - c * row, N)
+        DN = tl.where(t[:, None] >= i, DN + d * row, DN)
+    return N, DN
 
 
 @triton.jit
@@ -145,7 +135,7 @@ def verify_kernel(
     TP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, FACTORED: tl.constexpr,
     USE_L2NORM: tl.constexpr, USE_GATE: tl.constexpr, USE_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    SHIFT: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row, head = pid // HV, pid % HV
@@ -162,6 +152,23 @@ def verify_kernel(
         if row == 0:
             zero_tokens(o, u, row, tl.minimum(start, num_tokens), TP, head, HV, V, TP, BLOCK_V)
 
+    EXACT: tl.constexpr = PIECES == 0
+    t = tl.arange(0, TP).to(tl.int64)
+    kk = tl.arange(0, BK)
+    k += where * k_row + start * k_token + kv_head * k_head
+    q += where * q_row + start * q_token + kv_head * q_head
+    v += where * v_row + start * v_token + head * v_head
+    g += where * g_row + start * g_token + head * g_head
+    beta += where * beta_row + start * beta_token + head * beta_head
+
+    inside = t < length
+    mask = inside[:, None] & (kk < K)[None, :]
+    keys = tl.load(k + (t * k_token)[:, None] + kk[None, :], mask=mask, other=0.0)
+    queries = tl.load(q + (t * q_token)[:, None] + kk[None, :], mask=mask, other=0.0)
+    if FACTORED:
+        raw = tl.load(g + (t * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
+    raw_beta = tl.load(beta + t * beta_token, mask=inside, other=0.0)
+    # Padding rows are told apart only here, so that the loads above do not wait for the slot.
     if slots is None:
         slot = row
     else:
@@ -170,69 +177,52 @@ def verify_kernel(
             zero_tokens(o, u, token, token + length, TP, head, HV, V, TP, BLOCK_V)
             return
 
-    BF16_POOL: tl.constexpr = state.dtype.element_ty == tl.bfloat16
-    t = tl.arange(0, TP).to(tl.int64)
-    r = tl.arange(0, 2 * TP)
-    rt = r % TP
-    kk = tl.arange(0, BK)
-    is_key = r < TP
-    k += where * k_row + start * k_token + kv_head * k_head
-    q += where * q_row + start * q_token + kv_head * q_head
-    v += where * v_row + start * v_token + head * v_head
-    g += where * g_row + start * g_token + head * g_head
-    beta += where * beta_row + start * beta_token + head * beta_head
-
-    # One tile [2, TP, BK], keys before queries: what depends on the token alone is computed once for both.
-    half = tl.arange(0, 2)[:, None]
-    rows = tl.where(half == 0, k + (t * k_token)[None, :], q + (t * q_token)[None, :])
-    mask = (t < length)[None, :, None] & (kk < K)[None, None, :]
-    kq = tl.load(rows[:, :, None] + kk[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    kq = kq * (unit_scale(kq, 2, USE_L2NORM) * tl.where(half == 0, 1.0, SCALE))[:, :, None]
+    keys, queries = keys.to(tl.float32), queries.to(tl.float32)
+    key_scale, query_scale = unit_scale(keys, 1, USE_L2NORM), unit_scale(queries, 1, USE_L2NORM) * SCALE
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
-    if FACTORED:
-        X, a = couplings_factored(kq, g, g_token, length, rate, bias, t, kk, K, LOWER_BOUND, USE_GATE, BF16_POOL)
+    # What brings the columns of S a^T to P and R.
+    decay = tl.full((TP,), 0.5**SHIFT, tl.float32)
+    if SCALAR_GATE:
+        C, D, a_keys, a_queries, decay = couplings_scalar(
+            keys, queries, g, g_token, length, rate, bias, t, LOWER_BOUND, USE_GATE, PIECES
+        )
+    elif FACTORED:
+        C, D, a_keys, a_queries = couplings_factored(
+            keys, queries, raw, length, rate, bias, t, LOWER_BOUND, USE_GATE, SHIFT, PIECES, EXACT
+        )
     else:
-        X, a = couplings_by_token(
-            tl.reshape(kq, (2 * TP, BK)), k, g, k_token, g_token, length, rate, bias, r, rt, kk,
-            K, T, TP, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE,
-        )  # fmt: skip
+        C, D, keys, queries = couplings_by_token(
+            keys, queries, k, g, k_token, g_token, length, rate, bias, t, kk, K, T, TP, LOWER_BOUND, USE_GATE, EXACT
+        )
+        a_keys, a_queries = cut(keys, PIECES), cut(queries, PIECES)
 
-    t64 = rt.to(tl.int64)
-    everything = tl.load(
-        (v + t64 * v_token)[:, None] + tl.arange(0, BLOCK_V)[None, :],
-        mask=(is_key & (rt < length))[:, None] & (tl.arange(0, BLOCK_V) < V)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    spoiled = tl.max(tl.where(tl.abs(everything) < float("inf"), 0, 1), 1)
-    X = tl.where((spoiled == 1)[None, :], float("nan"), X)
-    b = tl.load(beta + t64 * beta_token, mask=is_key & (rt < length), other=0.0)
-    b = tl.where(is_key, step_size(b, USE_SIGMOID, NEG_EIGVAL), 0.0)
-    # Row t of L is beta_t c_t (i < t, the inverse reads no others); row TP + t is -d_t (i <= t).
-    L = tl.where(rt[:, None] >= r[None, :], X * tl.where(is_key, b, -1.0)[:, None], 0.0)
-    inverse = invert_unit_lower(L, r, T, TP)
+    b = step_size(raw_beta, USE_SIGMOID, NEG_EIGVAL)
+    N, DN = eliminate(
+        C * (key_scale * b)[:, None] * key_scale[None, :], D * query_scale[:, None] * key_scale[None, :], T, TP
+    )
+    a_keys, a_queries = transposed(a_keys), transposed(a_queries)
+    N, DN = cut(tl.trans(N), PIECES), cut(tl.trans(DN), PIECES)
+    key_scale, query_scale = key_scale * decay, query_scale * decay
 
-    pool = state + slot * state_slot + head * state_head
-    out_row = ((token + t64) * HV + head) * V
+    rows = tl.arange(0, BV)
+    state_tile = state + slot * state_slot + head * state_head + (rows.to(tl.int64) * state_v)[:, None] + kk[None, :]
+    v_tile = (v + t * v_token)[:, None] + rows[None, :]
+    out_tile = (((token + t) * HV + head) * V)[:, None] + rows[None, :]
     for v0 in tl.range(0, V, BV, num_stages=STAGES):
-        vv = v0 + tl.arange(0, BV)
-        tile = (pool + vv.to(tl.int64) * state_v)[:, None] + kk[None, :]
         if V % BV == 0 and K == BK:
-            S = tl.load(tile)
+            S = tl.load(state_tile + v0 * state_v)
         else:
-            S = tl.load(tile, mask=(vv < V)[:, None] & (kk < K)[None, :], other=0.0)
-        values = tl.load(
-            (v + t64 * v_token)[:, None] + vv[None, :],
-            mask=(is_key & (rt < length))[:, None] & (vv < V)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        PR = product_exact_bf16(a, tl.trans(S)) if BF16_POOL else product_tf32(a, tl.trans(S))
-        target = tl.where(is_key[:, None], b[:, None] * (values - PR), 0.0)
-        result = tl.where(is_key[:, None], 0.0, PR)
-        # The inverse is triangular, but 0 * NaN is NaN: what is not finite stays with its token (and, by X, the later ones).
-        finite = tl.abs(target) < float("inf")
-        result += small_product(inverse, tl.where(finite, target, 0.0), TP)
-        result = tl.where(finite, result, float("nan"))
-        store = (rt < length)[:, None] & (vv < V)[None, :]
-        offset = out_row[:, None] + vv[None, :]
-        tl.store(u + offset, result, mask=store & is_key[:, None])
-        tl.store(o + offset, result.to(o.dtype.element_ty), mask=store & (r >= TP)[:, None])
+            S = tl.load(state_tile + v0 * state_v, mask=(v0 + rows < V)[:, None] & (kk < K)[None, :], other=0.0)
+        wanted = inside[:, None] & (v0 + rows < V)[None, :]
+        values = tl.trans(tl.load(v_tile + v0, mask=wanted, other=0.0)).to(tl.float32)
+        S = cut(S, PIECES)
+        target = b[None, :] * (values - product(S, a_keys) * key_scale[None, :])
+        # M is triangular, but 0 * NaN is NaN. What is not finite stays with its token, and is huge for the later ones.
+        finite = tl.where(tl.abs(target) < 3.0e38, target, 3.0e38)
+        excess = target - finite
+        finite = cut(finite, PIECES)
+        nothing = tl.zeros((BV, TP), dtype=tl.float32)
+        U = thin_product(finite, N, nothing) + excess
+        O = product(S, a_queries) * query_scale[None, :] + (thin_product(finite, DN, nothing) + excess)
+        tl.store(u + out_tile + v0, tl.trans(U), mask=wanted)
+        tl.store(o + out_tile + v0, tl.trans(O.to(o.dtype.element_ty)), mask=wanted)
