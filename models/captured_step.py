@@ -106,7 +106,8 @@ class CapturedStep:
         self.step, self.warm_up_runs, self.recorder = step, warm_up_runs, recorder
         self._graphs: dict[tuple, tuple[tuple[Tensor, ...], Callable[[], object], tuple[Tensor, ...]]] = {}
 
-    def __len__(self) -> int:
+    @property
+    def num_graphs(self) -> int:
         """Graphs recorded."""
         return len(self._graphs)
 
@@ -121,11 +122,16 @@ class CapturedStep:
             The results' tensors; they hold nothing until the first call.
 
         Raises:
-            ValueError: tensors that are not on a GPU.
+            ValueError: tensors that are not on a GPU, or one tensor for two arguments (a call could give it one value only).
             RuntimeError: the step cannot be recorded; nothing is kept of it, the graphs recorded before stay.
         """
         shapes = _shapes(arguments)
         if shapes not in self._graphs:
+            places = [x.data_ptr() for x in arguments if x.numel()]
+            if len(set(places)) < len(places):
+                raise ValueError(
+                    "each argument of a captured step should have memory of its own, but two begin at one place"
+                )
             if self.recorder is None:
                 self.recorder = CudaRecorder(arguments[0].device)
 
@@ -161,7 +167,7 @@ class CapturedStep:
         inputs, replay, outputs = graph
         for static, given in zip(inputs, arguments, strict=True):
             if given is not static:
-                static.copy_(given, non_blocking=True)
+                static.copy_(given)
         replay()
         return outputs
 
