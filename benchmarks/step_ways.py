@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -97,10 +99,8 @@ class Turns:
     lock: Lock | None = None
 
     @classmethod
-    def initialise(cls, lock: Lock, threads: int) -> None:
+    def initialise(cls, lock: Lock) -> None:
         cls.lock = lock
-        torch._inductor.config.compile_threads = threads
-        torch.set_num_threads(threads)
 
 
 @torch.no_grad()
@@ -110,8 +110,9 @@ def first_call(setting: Setting, way: str, batch: int) -> float:
     started, seconds = time.perf_counter(), []
 
     def compiled() -> None:
-        seconds.append(time.perf_counter() - started)
-        Turns.lock.acquire()
+        if not seconds:
+            seconds.append(time.perf_counter() - started)
+            Turns.lock.acquire()
 
     try:
         compile_step(way, step, compiled)(*inputs)
@@ -132,19 +133,35 @@ def rewritten_layers(setting: Setting, batch: int) -> dict[str, int]:
 def in_parallel(
     setting: Setting, configurations: Sequence[tuple[str, int]], jobs: int, threads: int
 ) -> Iterator[tuple[tuple[str, int] | None, object]]:
-    """Warm the compile caches on disk from ``jobs`` processes.
+    """Warm the compile caches on disk from ``jobs`` processes, each with ``threads`` of Inductor's own for its kernels.
 
     Yields each (way, batch) and its :func:`first_call` as it is done, and once None and :func:`rewritten_layers`.
     """
     context = multiprocessing.get_context("spawn")
-    started_with = {"mp_context": context, "initializer": Turns.initialise, "initargs": (context.Lock(), threads)}
+    started_with = {"mp_context": context, "initializer": Turns.initialise, "initargs": (context.Lock(),)}
     with ProcessPoolExecutor(jobs, **started_with) as pool:
         # The untouched step takes longest, so it begins first.
         order = sorted(configurations, key=lambda configuration: configuration[0] != UNTOUCHED)
-        futures = {pool.submit(first_call, setting, *c): c for c in order}
-        futures[pool.submit(rewritten_layers, setting, configurations[0][1])] = None
+        # Processes start as they are given work.
+        with compile_threads(threads):
+            futures = {pool.submit(first_call, setting, *c): c for c in order}
+            futures[pool.submit(rewritten_layers, setting, configurations[0][1])] = None
         for future in as_completed(futures):
             yield futures[future], future.result()
+
+
+@contextlib.contextmanager
+def compile_threads(count: int) -> Iterator[None]:
+    """Of processes that start meanwhile: Inductor reads their number, and starts them, when it is imported."""
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def synchronize(device: str) -> None:
