@@ -1,14 +1,17 @@
 """``python -m benchmarks.step``: a tiny run, its figures, forced acceptance, compilation in other processes."""
 
+import argparse
 import dataclasses
 import json
 
 import pytest
 import torch
+from graphs import FakeRecorder
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from benchmarks import step, step_ways
+from models.captured_step import CapturedStep
 from models.config import KDAConfig
 from models.speculation import SpeculativeStep
 
@@ -16,6 +19,7 @@ TINY = KDAConfig(
     vocab_size=13, hidden_size=12, num_layers=1, full_attn_period=0, num_heads=2, head_k_dim=4, head_v_dim=6,
     gate_rank=4, intermediate_size=8,
 )  # fmt: skip
+WAYS = (step_ways.UNTOUCHED, step_ways.REWRITTEN, step_ways.MERGED)
 RUN = ["--preset", "tiny", "--drafts", "2", "--samples", "2", "--dtype", "fp32", "--device", "cpu"]
 
 
@@ -45,7 +49,7 @@ def test_all_ways_of_every_batch_are_measured(tmp_path, capsys):
     assert "layers 1 rewritten, 0 refused" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", [step_ways.UNTOUCHED, step_ways.REWRITTEN, step_ways.MERGED])
+@pytest.mark.parametrize("way", WAYS)
 def test_ways_are_what_they_say(way):
     s = step_ways.Setting(dataclasses.replace(TINY, num_layers=2), 1, "fp32", "fp32", "cpu", None)
     with torch.no_grad():
@@ -65,8 +69,29 @@ def test_merged_commits_are_a_way_of_their_own(monkeypatch, tmp_path):
 
     monkeypatch.setattr(step, "prepare", prepare)
     step.main([*RUN, "--batch", "2", "2", "1", "--merge-layers", "--jobs", "1"])
-    ways = (step_ways.UNTOUCHED, step_ways.REWRITTEN, step_ways.MERGED)
-    assert prepared == [(way, batch) for batch in (2, 1) for way in ways]
+    assert prepared == [(way, batch) for batch in (2, 1) for way in WAYS]
+
+
+def test_captured_steps_are_measured_beside_launched_ones(monkeypatch):
+    """With a recorder that stands in for a GPU's."""
+    monkeypatch.setattr(step, "CapturedStep", lambda function: CapturedStep(function, recorder=FakeRecorder()))
+    s = setting(3.0, drafts=4)
+    model, figures = s.model(), []
+    arguments = argparse.Namespace(device="cpu", cudagraphs=True, samples=3)
+    with torch.no_grad():
+        for batch in (1, 2):
+            ways = [step_ways.Prepared(way, batch, s.step(model, batch), s.inputs(batch), 0.5) for way in WAYS[:2]]
+            figures += step.measure(ways, s, arguments)
+    keys = [(f["batch"], f["way"], f["launch"]) for f in figures]
+    assert keys == [(b, way, launch) for b in (1, 2) for way in WAYS[:2] for launch in (step.LAUNCHED, step.CAPTURED)]
+    assert [f.get("graph_bytes") for f in figures] == [None, 2048] * 4
+    assert all(f["accepted_mean"] == 3 and f["step_ms"] > 0 for f in figures)
+    table = step.report(figures, s, "")
+    assert table.row_count == 8
+    # Each is compared with the untouched step of its own kind.
+    speeds = list(table.columns[4].cells)
+    assert speeds[0] == speeds[1] == speeds[4] == speeds[5] == "1.00"
+    assert speeds[3] == f"{figures[1]['step_ms'] / figures[3]['step_ms']:.2f}"
 
 
 @pytest.mark.slow
