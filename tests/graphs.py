@@ -76,32 +76,38 @@ class RandomRows:
         return inputs.fill(windows, drafts, forced, positions, slots)
 
 
-def assert_same_bits(actual: Pools, expected: Pools) -> None:
-    for (name, a), (_, b) in zip(actual.named_buffers(), expected.named_buffers(), strict=True):
-        assert torch.equal(a, b), f"{name} differs by up to {(a - b).abs().max()}"
+def contents(pools: Pools) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in pools.named_buffers()}
 
 
-def check_replays(captured, direct, inputs, steps: int = 40, on_step=lambda: None) -> None:
-    """Graphs of all batch sizes against ``direct``, a step function over pools of its own: every bit, at every step.
+def assert_contents(pools: Pools, expected: dict[str, Tensor], message: str) -> None:
+    for name, buffer in pools.named_buffers():
+        difference = (buffer - expected[name]).abs().max()
+        assert torch.equal(buffer, expected[name]), f"{message}: {name} differs by up to {difference}"
 
-    ``captured`` and ``direct`` are pairs of a step function and its pools; ``inputs`` the captured ones by batch size.
+
+def check_replays(captured, pools: Pools, inputs: dict[int, StepInputs], steps: int = 40, on_step=lambda: None) -> None:
+    """Graphs of all batch sizes against launching the very function that was captured: every bit, at every step.
+
+    ``inputs`` are the captured ones by batch size; every launched step has new ones, which nothing can have been left in.
     """
     rows, seen = RandomRows(5), set()
-    refill(captured[1])
-    refill(direct[1])
-    device = next(captured[1].buffers()).device
-    separate = {size: staged(size, device) for size in inputs}
+    refill(pools)
+    device = next(pools.buffers()).device
     for i in range(steps):
         # Small batches after large ones, and twice the same.
         size = sorted(inputs, reverse=True)[(i % 5) % len(inputs)]
-        state = rows.rng.getstate()
-        arguments = rows.fill(inputs[size])
+        before, state = contents(pools), rows.rng.getstate()
+        with torch.no_grad():
+            expected = [x.clone() for x in captured.step(*rows.fill(staged(size, device)))]
+        after = contents(pools)
+        for name, buffer in pools.named_buffers():
+            buffer.copy_(before[name])
         rows.rng.setstate(state)
-        expected = [x.clone() for x in direct[0](*rows.fill(separate[size]))]
-        results = captured[0](*arguments)
+        results = captured(*rows.fill(inputs[size]))
         for a, b in zip(results, expected, strict=True):
             assert torch.equal(a, b), f"step {i}, batch {size}: {a.tolist()} != {b.tolist()}"
-        assert_same_bits(captured[1], direct[1])
+        assert_contents(pools, after, f"step {i}, batch {size}")
         seen.update(expected[1].tolist())
         on_step()
     assert seen == set(range(1, WINDOW + 1)), f"accepted lengths that occurred: {seen}"

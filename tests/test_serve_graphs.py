@@ -47,11 +47,11 @@ def capture_all(captured, device):
 
 
 def test_b11_b15_replays_equal_direct_steps():
-    step, other, recorder = make_step("cpu"), make_step("cpu"), FakeRecorder()
+    step, recorder = make_step("cpu"), FakeRecorder()
     captured = CapturedStep(step, recorder=recorder)
     inputs = capture_all(captured, "cpu")
     assert (recorder.warm_ups, recorder.recordings, recorder.replays) == (6, 3, 0)
-    check_replays((captured, step.pools), (other, other.pools), inputs)
+    check_replays(captured, step.pools, inputs)
     assert (recorder.warm_ups, recorder.recordings, recorder.replays) == (6, 3, 40)
 
 
@@ -192,14 +192,14 @@ def test_without_a_gpu_the_error_says_what_to_do():
 @needs_cuda
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_b11_b15_b32_graphs_replay_any_rows(backend):
-    """Bit for bit what the same function does when it is launched; nothing but the captured step keeps it alive."""
+    """Bit for bit what the same function does when it is launched. Nothing but the captured step keeps that alive."""
     torch.compiler.reset()
-    step, other = make_step("cuda"), make_step("cuda")
+    step = make_step("cuda")
     captured = CapturedStep(compiled(step, backend))
     inputs = capture_all(captured, "cuda")
     gc.collect()
     torch.cuda.empty_cache()
-    check_replays((captured, step.pools), (compiled(other, backend), other.pools), inputs, on_step=gc.collect)
+    check_replays(captured, step.pools, inputs, on_step=gc.collect)
     assert captured.num_graphs == 3 and captured.pool_bytes > 0
 
 
@@ -231,14 +231,14 @@ def test_b31_reduce_overhead_skips_no_graph(backend):
 def test_b32_another_stream_than_the_capture_s(backend):
     """Inputs are staged, the graph replayed and its results read on a stream that is late."""
     torch.compiler.reset()
-    step, other = make_step("cuda"), make_step("cuda")
+    step = make_step("cuda")
     captured = CapturedStep(compiled(step, backend))
     inputs = capture_all(captured, "cuda")
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         late = lambda: torch.cuda._sleep(2_000_000)  # noqa: E731
-        check_replays((captured, step.pools), (compiled(other, backend), other.pools), inputs, on_step=late)
+        check_replays(captured, step.pools, inputs, on_step=late)
         assert torch.cuda.current_stream() == side
     side.synchronize()
 
@@ -246,7 +246,7 @@ def test_b32_another_stream_than_the_capture_s(backend):
 @pytest.mark.cuda
 @needs_cuda
 def test_b32_captured_on_another_stream_than_the_default():
-    step, other = make_step("cuda"), make_step("cuda")
+    step = make_step("cuda")
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -254,7 +254,7 @@ def test_b32_captured_on_another_stream_than_the_default():
         inputs = capture_all(captured, "cuda")
         assert torch.cuda.current_stream() == side
     torch.cuda.current_stream().wait_stream(side)
-    check_replays((captured, step.pools), (other, other.pools), inputs)
+    check_replays(captured, step.pools, inputs)
 
 
 @pytest.mark.cuda
@@ -262,7 +262,7 @@ def test_b32_captured_on_another_stream_than_the_default():
 def test_b32_graphs_of_inductor_and_others_beside_it_change_nothing():
     """They clear workspaces, allocate from pools of their own, and are collected."""
     torch.compiler.reset()
-    step, other = make_step("cuda"), make_step("cuda")
+    step = make_step("cuda")
     captured = CapturedStep(step)
     inputs = capture_all(captured, "cuda")
     third = make_step("cuda")
@@ -274,7 +274,7 @@ def test_b32_graphs_of_inductor_and_others_beside_it_change_nothing():
     gc.collect()
     torch.cuda.empty_cache()
     filler = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
-    check_replays((captured, step.pools), (other, other.pools), inputs)
+    check_replays(captured, step.pools, inputs)
     assert all(x.isnan().all() for x in filler)
 
 
@@ -314,9 +314,9 @@ def test_waiting_for_the_device_in_a_capture_is_explained():
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_device_of_the_tensors_is_that_of_the_graph():
-    step, other = make_step("cuda:1"), make_step("cuda:1")
+    step = make_step("cuda:1")
     captured = CapturedStep(step)
     inputs = capture_all(captured, "cuda:1")
-    check_replays((captured, step.pools), (other, other.pools), inputs)
+    check_replays(captured, step.pools, inputs)
     assert captured.recorder.device.index == 1 and torch.cuda.current_device() == 0
     assert CudaRecorder("cuda").device.index == 0
