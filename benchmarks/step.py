@@ -40,7 +40,6 @@ LAUNCHED, CAPTURED = "launched", "captured"
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
-    cuda = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="kimi_linear")
     parser.add_argument("--batch", type=int, nargs="+", default=[32], help="batch sizes, one or more")
     parser.add_argument("--drafts", type=int, default=7)
@@ -50,11 +49,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="weights and activations")
     parser.add_argument("--state-dtype", choices=DTYPES, default="fp32", help="recurrent pools")
     parser.add_argument("--merge-layers", action="store_true", help="a third way: commits of all layers in one launch")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--cudagraphs",
         action=argparse.BooleanOptionalAction,
-        default=cuda,
         help="also capture each step as one CUDA graph (default: on a GPU)",
     )
     parser.add_argument("--jobs", type=int, help="processes that compile (default: as many as cores and steps allow)")
@@ -71,10 +69,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     # Negated so that NaN is refused too.
     if arguments.accepted is not None and not 1 <= arguments.accepted <= 1 + arguments.drafts:
         parser.error(f"--accepted should be in 1..{1 + arguments.drafts}, 1 + drafts, got {arguments.accepted}")
-    if torch.device(arguments.device).type != "cuda":
-        if arguments.cudagraphs and not torch.cuda.is_available():
-            parser.error("--cudagraphs needs --device cuda")
-        arguments.cudagraphs = False
+    on_gpu = torch.device(arguments.device).type == "cuda"
+    if arguments.cudagraphs is None:
+        arguments.cudagraphs = on_gpu
+    if arguments.cudagraphs and not on_gpu:
+        parser.error("--cudagraphs needs --device cuda")
     return arguments
 
 
