@@ -1,147 +1,176 @@
 """Time and memory of one compiled speculative step: the untouched model against the model through the pass.
 
-    python -m benchmarks.step --preset kimi_linear --batch 32 --drafts 7
+    python -m benchmarks.step --preset kimi_linear --batch 1 8 32 128 --drafts 7
 
-Both run the same :class:`models.speculation.SpeculativeStep`, compiled by Inductor, once as it is and once with
-``backend="recoverssm"``. Timing: the two alternate within one run, every sample is one step between CUDA events (on the CPU:
-the clock), the median and the quartiles are reported. The pools are as large as the batch, so nothing but the batch decides
-whether the states fit a cache. Accepted lengths differ per row and step.
+Every way runs the same :class:`models.speculation.SpeculativeStep`, compiled by Inductor, once as it is and once through the
+pass; on a GPU each of them launched from the host and captured as one CUDA graph. Timing: the ways of one batch size
+alternate, every sample is one step between CUDA events (on the CPU: the clock), the median and the quartiles are reported.
+The pools are as large as the batch, so nothing but the batch decides whether the states fit a cache. Accepted lengths
+differ per row and are forced; tokens/s is their sum over the median step.
+
+Compilation takes most of the run. With several jobs it is done in parallel processes, which leave the results in Inductor's
+caches on disk; timing begins when they are gone.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import statistics
+import os
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+# Read when torch is imported: the profiler that measures memory would announce itself on the terminal.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from compile_passes import explain
+from benchmarks.reporting import check_at_least, check_device, console_for_tables, machine, progress_over, write_json
+from benchmarks.step_ways import DTYPES, MERGED, REWRITTEN, UNTOUCHED, Prepared, Setting, in_parallel, prepare
+from benchmarks.step_ways import rewritten_layers as count_layers
+from benchmarks.timing import alternate, quartiles
 from compile_passes.report import readable
+from models.captured_step import CapturedStep
 from models.config import PRESETS
 from models.memory import peak_allocation
-from models.model import KDAForCausalLM
-from models.pools import Pools
-from models.speculation import SpeculativeStep
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WAYS = {"untouched": "inductor", "through the pass": "recoverssm"}
+LAUNCHED, CAPTURED = "launched", "captured"
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, default="kimi_linear")
+    parser.add_argument("--batch", type=int, nargs="+", default=[32], help="batch sizes, one or more")
+    parser.add_argument("--drafts", type=int, default=7)
+    parser.add_argument(
+        "--accepted", type=float, help="mean tokens accepted, 1 .. 1 + drafts (default: uniform lengths)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="weights and activations")
+    parser.add_argument("--state-dtype", choices=DTYPES, default="fp32", help="recurrent pools")
+    parser.add_argument("--merge-layers", action="store_true", help="a third way: commits of all layers in one launch")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--cudagraphs",
+        action=argparse.BooleanOptionalAction,
+        help="also capture each step as one CUDA graph (default: on a GPU)",
+    )
+    parser.add_argument("--jobs", type=int, help="processes that compile (default: as many as cores and steps allow)")
+    parser.add_argument("--samples", type=int, default=50)
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    return parser
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="kimi_linear")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--drafts", type=int, default=7)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="weights and activations")
-    parser.add_argument("--state-dtype", choices=DTYPES, default="fp32", help="recurrent pools")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cudagraphs", action="store_true", help="capture each step as one CUDA graph")
-    parser.add_argument("--samples", type=int, default=50)
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    return parser.parse_args(argv)
+    parser = argument_parser()
+    arguments = parser.parse_args(argv)
+    check_at_least(parser, arguments, batch=1, drafts=0, samples=2, jobs=0)
+    check_device(parser, arguments.device)
+    # Negated so that NaN is refused too.
+    if arguments.accepted is not None and not 1 <= arguments.accepted <= 1 + arguments.drafts:
+        parser.error(f"--accepted should be in 1..{1 + arguments.drafts}, 1 + drafts, got {arguments.accepted}")
+    on_gpu = torch.device(arguments.device).type == "cuda"
+    if arguments.cudagraphs is None:
+        arguments.cudagraphs = on_gpu
+    if arguments.cudagraphs and not on_gpu:
+        parser.error("--cudagraphs needs --device cuda")
+    return arguments
 
 
-def inputs_of_a_step(arguments: argparse.Namespace, vocab_size: int) -> tuple[Tensor, ...]:
-    """Random tokens; the accepted length of each row is forced, any of 1 .. T."""
-    batch, window, device = arguments.batch, 1 + arguments.drafts, arguments.device
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (batch, window), generator=generator)
-    forced = torch.randint(window, (batch,), generator=generator)
-    zeros = torch.zeros(batch, dtype=torch.int64)
-    rows = (tokens, forced, forced, zeros, torch.arange(batch), torch.zeros(batch))
-    noise = (torch.zeros(batch, window), torch.ones(batch, vocab_size))
-    return tuple(x.to(device) for x in (*rows, *noise))
+def measure(prepared: list[Prepared], setting: Setting, arguments: argparse.Namespace) -> list[dict]:
+    """Figures of all ways of one batch size."""
+    device, batch = arguments.device, prepared[0].batch
+    calls, figures = {}, {}
+    for way in prepared:
+        peak = peak_allocation(way.call, device)
+        common = {"batch": batch, "way": way.way, "peak_bytes": peak, "first_call_s": way.seconds}
+        calls[way.way, LAUNCHED] = way.call
+        figures[way.way, LAUNCHED] = common
+        if arguments.cudagraphs:
+            captured = CapturedStep(way.compiled)
+            captured.capture(*way.inputs)
+            calls[way.way, CAPTURED] = lambda captured=captured, inputs=way.inputs: captured(*inputs)
+            figures[way.way, CAPTURED] = common | {"graph_bytes": captured.pool_bytes}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    accepted = setting.accepted_lengths(batch).sum().item()
+    for key, values in alternate(calls, arguments.samples, device).items():
+        low, median, high = quartiles(values)
+        figures[key] |= {"launch": key[1], "step_ms": median, "quartiles_ms": [low, high]}
+        figures[key] |= {"accepted_mean": accepted / batch, "tokens_per_second": 1e3 * accepted / median}
+    return list(figures.values())
 
 
-def sample(call: Callable[[], object], device: str) -> float:
-    """Milliseconds of one call."""
-    if device == "cpu":
-        started = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - started)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The device is kept busy while the host enqueues, or the host's own time would be measured.
-    torch.cuda._sleep(2_000_000)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+def report(figures: list[dict], setting: Setting, title: str) -> Table:
+    table = Table(title=title)
+    columns = ("batch", "way", "", "step ms (quartiles)", "times untouched", "tokens/s", "peak memory of a step")
+    for column in (*columns, "of one position's states", "graph's memory", "first call s"):
+        table.add_column(column, justify="left" if column in ("way", "") else "right")
+    for f in figures:
+        same = [g for g in figures if g["batch"] == f["batch"] and g["launch"] == f["launch"]]
+        (plain,) = (g for g in same if g["way"] == UNTOUCHED)
+        low, high = f["quartiles_ms"]
+        table.add_row(
+            str(f["batch"]),
+            f["way"],
+            f["launch"],
+            f"{f['step_ms']:.3f} ({low:.3f} .. {high:.3f})",
+            f"{plain['step_ms'] / f['step_ms']:.2f}",
+            f"{f['tokens_per_second']:,.0f}",
+            readable(f["peak_bytes"]),
+            f"{f['peak_bytes'] / setting.state_bytes(f['batch']):.2f}",
+            readable(f["graph_bytes"]) if "graph_bytes" in f else "-",
+            f"{f['first_call_s']:.1f}",
+            end_section=f is same[-1] and f["launch"] == figures[-1]["launch"],
+        )
+    return table
+
+
+def compile_all(
+    setting: Setting, configurations: list[tuple[str, int]], arguments: argparse.Namespace, console: Console
+) -> dict:
+    """Warm the caches; the layers that the pass rewrites, and what compiling took."""
+    jobs, cores = arguments.jobs, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if jobs is None:
+        # One step is compiled where it runs.
+        jobs = min(len(configurations) + 1, max(1, cores // 2))
+    started = time.perf_counter()
+    if jobs < 2:
+        return {"layers": count_layers(setting, configurations[0][1]), "jobs": 0}
+    # The compilations that end early leave their cores to the others.
+    work = in_parallel(setting, configurations, jobs, max(1, 2 * cores // jobs))
+    done = dict(progress_over(work, len(configurations) + 1, f"compiling in {jobs} processes", console))
+    layers = done.pop(None)
+    seconds = [{"way": way, "batch": batch, "compile_s": s} for (way, batch), s in done.items()]
+    return {"layers": layers, "jobs": jobs, "compile_wall_s": time.perf_counter() - started, "compilations": seconds}
 
 
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    console = Console()
-    torch.manual_seed(0)
-    config = PRESETS[arguments.preset]
-    model = KDAForCausalLM(config).to(arguments.device, DTYPES[arguments.dtype]).eval()
-    inputs = inputs_of_a_step(arguments, config.vocab_size)
-    figures, calls = {}, {}
-    for name, backend in WAYS.items():
-        pools = Pools(
-            config,
-            arguments.batch,
-            4 * (1 + arguments.drafts),
-            device=arguments.device,
-            dtype=DTYPES[arguments.dtype],
-            recurrent_dtype=DTYPES[arguments.state_dtype],
-        )
-        step = SpeculativeStep(model, pools)
-        if name != "untouched":
-            print(explain(step, *inputs))
-        started = time.perf_counter()
-        compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
-        with console.status(f"compiling the step, {name}"):
-            compiled(*inputs)
-        seconds = time.perf_counter() - started
-        compiled(*inputs)
-        peak = peak_allocation(functools.partial(compiled, *inputs), arguments.device)
-        figures[name] = {"compile_s": seconds, "peak_bytes": peak}
-        if arguments.cudagraphs:
-            options = {"triton.cudagraphs": True}
-            compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False, options=options)
-        for _ in range(4):
-            compiled(*inputs)
-        calls[name] = functools.partial(compiled, *inputs)
-    samples = {name: [] for name in calls}
-    for _ in range(arguments.samples):
-        for name, call in calls.items():
-            samples[name].append(sample(call, arguments.device))
-    states = config.num_layers - sum(map(config.is_full_attention, range(config.num_layers)))
-    state_bytes = arguments.batch * config.num_heads * config.head_k_dim * config.head_v_dim * 4 * states
-    for name, values in samples.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        figures[name] |= {"step_ms": median, "quartiles_ms": [low, high]}
+    console = console_for_tables()
+    started = time.perf_counter()
+    names = ("drafts", "dtype", "state_dtype", "device", "accepted")
+    setting = Setting(PRESETS[arguments.preset], **{name: getattr(arguments, name) for name in names})
+    ways = [UNTOUCHED, REWRITTEN] + [MERGED] * arguments.merge_layers
+    batches = list(dict.fromkeys(arguments.batch))
+    compilation = compile_all(setting, [(way, batch) for batch in batches for way in ways], arguments, console)
 
-    device = torch.cuda.get_device_name() if arguments.device != "cpu" else "CPU"
-    title = f"{arguments.preset}, batch {arguments.batch}, T {1 + arguments.drafts}, {arguments.dtype} activations, "
-    title += f"{arguments.state_dtype} pools, {device}, torch {torch.__version__}"
-    table = Table(title=title + (", CUDA graph" if arguments.cudagraphs else ""))
-    for column in ("", "step ms (quartiles)", "peak memory of a step", "of one position's states", "compile s"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, f in figures.items():
-        low, high = f["quartiles_ms"]
-        ratio = f"{f['peak_bytes'] / state_bytes:.2f}x"
-        spread = f"{f['step_ms']:.3f} ({low:.3f} .. {high:.3f})"
-        table.add_row(name, spread, readable(f["peak_bytes"]), ratio, f"{f['compile_s']:.0f}")
-    console.print(table)
-    plain, ours = figures.values()
-    speed, memory = plain["step_ms"] / ours["step_ms"], plain["peak_bytes"] / ours["peak_bytes"]
-    console.print(f"through the pass: {speed:.2f}x as fast, {memory:.1f}x less peak memory")
-    if arguments.json:
-        settings = {k: str(v) for k, v in vars(arguments).items()}
-        arguments.json.write_text(
-            json.dumps({"settings": settings, "device": device, "figures": figures}, indent=2) + "\n"
-        )
+    model, figures = setting.model(), []
+    for batch in progress_over(batches, len(batches), "timing", console):
+        # All steps share one code object, and the number of compilations that it remembers is limited.
+        torch.compiler.reset()
+        figures += measure([prepare(setting, model, way, batch) for way in ways], setting, arguments)
+
+    layers = compilation["layers"]
+    about = machine(arguments.device)
+    title = f"{arguments.preset}, T {setting.window}, {arguments.dtype} activations, {arguments.state_dtype} pools, "
+    title += f"{about['device']}, torch {about['torch']}; layers {layers['rewritten']} rewritten, {layers['refused']} refused"
+    console.print(report(figures, setting, title))
+    wall = time.perf_counter() - started
+    console.print(f"{wall:.0f} s in all; mean tokens accepted: {figures[0]['accepted_mean']:.2f}")
+    write_json(arguments, about | {"wall_s": wall} | compilation, figures)
 
 
 if __name__ == "__main__":

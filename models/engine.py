@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from models.captured_step import CapturedStep
 from models.decode import Drafter
 from models.drafting import prompt_lookup
 from models.prefix_cache import PrefixCache
@@ -56,7 +57,8 @@ class Engine:
         step: the model and its pools. Slot 0 is the null slot, so ``num_slots - 1`` requests run at once.
         num_drafts: a step's window is ``1 + num_drafts`` tokens for every row. Prompts are read a window at a time, and
             rows that read, decode and verify share a batch.
-        step_fn: what runs a step, called as ``step`` is; by default ``step`` itself, otherwise compiled from it.
+        step_fn: what runs a step, called as ``step`` is; by default ``step`` itself, otherwise compiled from it or a
+            :class:`models.captured_step.CapturedStep` of it, which needs :meth:`warm_up`.
         drafter: ``drafter(text, n)`` proposes up to n tokens; any proposal is right, good ones are fast.
         prefix_cache: over the same pools, or None.
         buckets: batch sizes that steps are padded to, ascending; the last is at least the number of requests that can
@@ -101,7 +103,8 @@ class Engine:
 
     @property
     def allocated_bytes(self) -> dict[str, int]:
-        """Bytes on the device that live as long as the engine, from the storages themselves."""
+        """Bytes on the device that live as long as the engine, from the storages themselves; what CUDA graphs keep for
+        their temporaries is not among it."""
         return {
             "pools": sum(buffer.untyped_storage().nbytes() for buffer in self.pools.buffers()),
             "prefix cache": 0 if self.prefix_cache is None else self.prefix_cache.nbytes,
@@ -140,12 +143,15 @@ class Engine:
     def warm_up(self, runs: int = 3) -> None:
         """Run every batch size on padding rows alone: compilation and capture happen here, before the first request.
 
-        Three runs are what Inductor's CUDA graphs take: one to warm up, one to record, one to replay.
+        Three runs are what Inductor's CUDA graphs take: one to warm up, one to record, one to replay. The largest batch
+        comes first, so that the graphs of the others find memory for their temporaries.
         """
         if self.scheduler.running:
             raise RuntimeError("warm_up is for an engine that runs no request")
-        for size, inputs in self._inputs.items():
+        for size, inputs in sorted(self._inputs.items(), reverse=True):
             arguments = inputs.fill([], [], [], [], self.slots.padding(size))
+            if isinstance(self.step_fn, CapturedStep):
+                self.step_fn.capture(*arguments)
             for _ in range(runs):
                 self._read(*self.step_fn(*arguments))
 
@@ -155,6 +161,8 @@ class Engine:
 
         A finished request's tokens behind its end are not among it.
         """
+        if isinstance(self.step_fn, CapturedStep) and not self.step_fn.num_graphs:
+            raise RuntimeError("a captured step has no graph yet: call warm_up before the first step")
         for request in self.scheduler.admit():
             self._prepare(request)
         running = list(self.scheduler.running)

@@ -9,6 +9,7 @@ random model, drafts made to be rejected anywhere, and checks all of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import random
 import sys
@@ -20,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from models.captured_step import CapturedStep
 from models.decode import Drafter
 from models.drafting import prompt_lookup
 from models.engine import Engine
@@ -49,6 +51,7 @@ class Job:
 
 
 BACKENDS = ("eager", "inductor", "recoverssm")
+GRAPHS = ("none", "inductor", "manual")
 # What an option is where it is not given, in the demo and in a soak.
 DEFAULTS = {
     "slots": (8, 32),
@@ -91,6 +94,12 @@ def argument_parser() -> argparse.ArgumentParser:
         help="of the demo's weights and activations; texts of a batch and of solo decoding may differ in low precision",
     )
     parser.add_argument("--backend", choices=BACKENDS, default="eager", help="what runs a step")
+    parser.add_argument(
+        "--graphs",
+        choices=GRAPHS,
+        help="a step of each batch size as one CUDA graph: recorded by the engine (manual) or by Inductor, which may skip "
+        "none (default: manual on a GPU, none elsewhere)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="of the demo: model.safetensors and config.json")
     return parser
@@ -118,6 +127,14 @@ def check_options(options: argparse.Namespace) -> None:
         raise UsageError(f"--preemption-rate should be in 0..1, less than 1, got {options.preemption_rate}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
+    if options.graphs is None:
+        options.graphs = "manual" if options.device == "cuda" else "none"
+    if options.graphs != "none" and options.device != "cuda":
+        raise UsageError(f"--graphs {options.graphs} needs --device cuda: what is recorded are launches on a CUDA GPU")
+    if options.graphs == "inductor" and options.backend == "eager":
+        raise UsageError(
+            "--graphs inductor needs --backend inductor or recoverssm: Inductor records what it has compiled"
+        )
 
 
 def shape_of(options: argparse.Namespace, model: KDAForCausalLM) -> EngineShape:
@@ -142,11 +159,24 @@ def shape_of(options: argparse.Namespace, model: KDAForCausalLM) -> EngineShape:
     return shape
 
 
-def compiler(options: argparse.Namespace) -> Callable[[SpeculativeStep], Callable] | None:
-    if options.backend == "eager":
-        return None
-    graphs = {"triton.cudagraphs": True} if options.device == "cuda" else None
-    return lambda step: torch.compile(step, backend=options.backend, fullgraph=True, dynamic=False, options=graphs)
+def step_function(options: argparse.Namespace) -> Callable[[SpeculativeStep], Callable]:
+    """What makes of a step the function that the engine calls."""
+
+    def make(step: SpeculativeStep) -> Callable:
+        function = step
+        if options.backend != "eager":
+            graphs = {"triton.cudagraphs": True} if options.graphs == "inductor" else None
+            function = torch.compile(step, backend=options.backend, fullgraph=True, dynamic=False, options=graphs)
+        return CapturedStep(function) if options.graphs == "manual" else function
+
+    return make
+
+
+def no_graph_skipped(options: argparse.Namespace) -> contextlib.AbstractContextManager:
+    """Inductor runs without a graph what it cannot record, with a warning; here that is an error, also at later calls."""
+    if options.graphs != "inductor":
+        return contextlib.nullcontext()
+    return torch._inductor.config.patch({"triton.cudagraph_or_error": True})
 
 
 def progress_bar(console: Console) -> Progress:
@@ -208,16 +238,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
     generator = random.Random(options.seed)
     job = demo(options, generator) if options.soak is None else soak(options, generator, console)
     planned = job.shape.planned_bytes(job.model.config)
-    engine = job.shape.build(job.model, drafter=job.drafter, compile_step=compiler(options))
+    engine = job.shape.build(job.model, drafter=job.drafter, compile_step=step_function(options))
     arrivals = arriving(job.requests, options.arrival_rate, generator)
-    seconds = serve(engine, arrivals, RandomPreemption(options.preemption_rate, generator), console)
+    with no_graph_skipped(options):
+        seconds = serve(engine, arrivals, RandomPreemption(options.preemption_rate, generator), console)
 
     errors = judge(engine, planned, job.requests)
     for index, request in enumerate(each(job.checked, "comparing with solo decoding", console)):
         error = difference(request, job.solo.expected(request), index, job.model)
         errors += [error] if error else []
     title = f"{len(job.requests):,} requests, {options.slots} slots, {options.drafts} drafts, {options.device}"
-    title += f", {job.shape.dtype}, {options.backend}".replace("torch.", "")
+    title += f", {job.shape.dtype}, {options.backend}, CUDA graphs: {options.graphs}".replace("torch.", "")
     table = summary(engine, planned, job.requests, seconds, title)
     table.add_row("texts compared", f"{len(job.checked):,} of {len(job.requests):,}")
     console.print(table)

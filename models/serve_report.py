@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from rich.table import Table
 
+from models.captured_step import CapturedStep
 from models.engine import Engine
 from models.generate import kib
 from models.model import KDAForCausalLM
@@ -69,6 +70,8 @@ def summary(engine: Engine, planned: dict[str, int], requests: list[Request], se
         "memory planned": f"{kib(total)} ({', '.join(f'{name} {kib(size)}' for name, size in planned.items())})",
         "memory allocated": kib(allocated) + (" (as planned)" if planned == engine.allocated_bytes else ""),
     }
+    if isinstance(engine.step_fn, CapturedStep):
+        rows["CUDA graphs"] = f"{engine.step_fn.num_graphs}, {kib(engine.step_fn.pool_bytes)} beside the planned memory"
     for name, cell in rows.items():
         table.add_row(name, cell)
     return table

@@ -1,5 +1,6 @@
 """``python -m models.serve``: options' errors, the demo, a soak, and its verdict."""
 
+import argparse
 import dataclasses
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from rich.console import Console
 
 from models import serve
+from models.captured_step import CapturedStep
 from models.config import KDAConfig
 from models.engine import Engine
 from models.model import KDAForCausalLM
@@ -137,6 +139,12 @@ BAD_OPTIONS = {
     "always-preempted": (["--preemption-rate", "1"], "--preemption-rate should be in 0..1, less than 1, got 1.0"),
     "too-long": (["--prompt-length", "100", "--tokens", "21"], "make 129 positions; the model is made for 128"),
     "soak-too-long": (["--soak", "5", "--prompt-length", "80"], "make 110 positions; the model is made for 96"),
+    "unknown-graphs": (["--graphs", "maybe"], "invalid choice: 'maybe'"),
+    "graphs-of-a-cpu": (["--graphs", "manual"], "--graphs manual needs --device cuda"),
+    "inductor-graphs-of-a-cpu": (
+        ["--graphs", "inductor", "--backend", "recoverssm"],
+        "--graphs inductor needs --device cuda",
+    ),
     "unknown-backend": (["--backend", "onnx"], "invalid choice: 'onnx'"),
 }
 
@@ -156,6 +164,70 @@ def test_missing_weights_say_how_to_get_them(tmp_path, capsys):
         serve.main(["--weights", str(tmp_path), "--device", "cpu"])
     assert exit_.value.code == 2
     assert "train a model with" in " ".join(capsys.readouterr().err.split())
+
+
+def options_of(monkeypatch, *given):
+    """As on a machine with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = serve.argument_parser().parse_args(given)
+    serve.check_options(options)
+    return options
+
+
+def test_graphs_of_an_eager_step_are_not_inductor_s(monkeypatch):
+    with pytest.raises(serve.UsageError, match="--graphs inductor needs --backend inductor or recoverssm"):
+        options_of(monkeypatch, "--device", "cuda", "--graphs", "inductor")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "recoverssm"])
+def test_graphs_and_backend_decide_what_the_engine_calls(backend, monkeypatch):
+    compiled = []
+
+    def fake_compile(step, **settings):
+        compiled.append(settings)
+        return lambda *arguments: step(*arguments)
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+
+    def function(*given):
+        options = options_of(monkeypatch, "--backend", backend, *given)
+        return serve.step_function(options)(torch.nn.Identity())
+
+    settings = {"backend": backend, "fullgraph": True, "dynamic": False, "options": None}
+    on_cpu = function("--device", "cpu")
+    by_default = function("--device", "cuda")
+    by_hand = function("--device", "cuda", "--graphs", "manual")
+    assert not isinstance(on_cpu, CapturedStep)
+    assert isinstance(by_default, CapturedStep) and isinstance(by_hand, CapturedStep)
+    assert compiled == ([] if backend == "eager" else [settings] * 3)
+    assert isinstance(by_hand.step, torch.nn.Identity) == (backend == "eager")
+    if backend != "eager":
+        assert not isinstance(function("--device", "cuda", "--graphs", "inductor"), CapturedStep)
+        assert compiled[-1] == settings | {"options": {"triton.cudagraphs": True}}
+    assert not isinstance(function("--device", "cuda", "--graphs", "none"), CapturedStep)
+
+
+@pytest.mark.parametrize("graphs", ["inductor", "manual", "none"])
+def test_a_graph_that_inductor_skips_is_an_error(graphs):
+    read = lambda: torch._inductor.config.triton.cudagraph_or_error  # noqa: E731
+    before = read()
+    with serve.no_graph_skipped(argparse.Namespace(graphs=graphs)):
+        assert read() == (graphs == "inductor")
+    assert read() == before
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    ("backend", "graphs"),
+    [(b, g) for b in serve.BACKENDS for g in serve.GRAPHS if (b, g) != ("eager", "inductor")],
+)
+def test_soak_on_a_gpu(backend, graphs, weights):
+    torch.compiler.reset()
+    status, shown = serve_([*SOAK, "--device", "cuda", "--backend", backend, "--graphs", graphs], weights)
+    assert status == 0
+    assert "All 25 compared texts are those of solo decoding." in shown
+    assert ("CUDA graphs │" in shown) == (graphs == "manual")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from serving import DRAFTS, VOCAB, Oracle, assert_solo, model_on, poison, shape, solo_on, tokens
+from torch._inductor import config
 
 import compile_passes
 from models.decode import example_inputs
@@ -60,9 +61,11 @@ def test_one_captured_graph_per_batch_size_serves_the_solo_texts(backend):
     """Any acceptance, any mix of rows, any padding, changed slots: the same two graphs are replayed."""
     torch.compiler.reset()
     options = {"triton.cudagraphs": True}
-    engine = build(
-        "cuda",
-        lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False, options=options),
-        [2, 4],
-    )
-    serve_random(engine, "cuda")
+    # A skipped graph is an error.
+    with config.patch({"triton.cudagraph_or_error": True}):
+        engine = build(
+            "cuda",
+            lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False, options=options),
+            [2, 4],
+        )
+        serve_random(engine, "cuda")

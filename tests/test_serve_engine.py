@@ -25,6 +25,7 @@ from serving import (
     wrong,
 )
 
+from models.captured_step import CapturedStep
 from models.decode import example_inputs
 from models.engine import Engine, batch_buckets
 from models.requests import Phase, Request
@@ -349,12 +350,14 @@ def test_bad_requests_and_engines_are_refused():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_nothing_but_the_read_of_the_results_waits_for_the_device(monkeypatch):
+@pytest.mark.parametrize("compile_step", [None, CapturedStep], ids=["launched", "captured"])
+def test_nothing_but_the_read_of_the_results_waits_for_the_device(compile_step, monkeypatch):
     """Admission, staging, publishing, hits and preemption included."""
     requests = requests_of([30, 9, 30, 4], 14) + requests_of([30, 9], 14)
     # The first use of a kernel or of pinned memory may wait.
     serve(build("cuda", slots=2), [Request(request.prompt, 14) for request in requests])
-    engine, read = build("cuda", slots=2), Engine._read
+    engine, read = build("cuda", slots=2, compile_step=compile_step), Engine._read
+    engine.warm_up()
 
     def allowed(*results):
         torch.cuda.set_sync_debug_mode("default")
