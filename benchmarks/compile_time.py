@@ -29,6 +29,7 @@ import torch
 import torch._functorch.config
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -71,8 +72,8 @@ class Share:
         return self.pass_s / self.inductor_s
 
 
-def step_of(layers: int, window: int, device: str, batch: int = 2) -> Callable[[], object]:
-    """A speculative step of the generic model, as a call without arguments."""
+def step_of(layers: int, window: int, device: str, batch: int = 2) -> tuple[SpeculativeStep, tuple[Tensor, ...]]:
+    """A speculative step of the generic model, and its arguments."""
     sizes = KDAConfig(
         vocab_size=32, hidden_size=32, num_layers=layers, full_attn_period=0, num_heads=2, head_k_dim=16, head_v_dim=16,
         gate_rank=8, intermediate_size=48,
