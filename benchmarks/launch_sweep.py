@@ -78,7 +78,9 @@ def candidates(chosen: Config, value_dim: int, knobs: dict[str, tuple[int, ...]]
         knobs["BV"] = tuple(v for v in knobs["BV"] if v <= widest)
     options = [sorted({*values, chosen[name]}) for name, values in knobs.items()]
     changes = [dict(zip(knobs, values, strict=True)) for values in itertools.product(*options)]
-    return sorted(changes, key=lambda change: sum(abs(math.log2(v / chosen[name])) for name, v in change.items()))
+    return sorted(
+        changes, key=lambda change: sum(abs(math.log2((1 + v) / (1 + chosen[name]))) for name, v in change.items())
+    )
 
 
 def figures(task: tuple[Shape, str, Config, int]) -> Figures:
