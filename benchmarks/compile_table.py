@@ -21,6 +21,7 @@ from benchmarks.compilation import Compiled, compile_launch, only_launch
 from benchmarks.kernel_variants import VARIANTS
 
 ARCHITECTURES = (80, 90, 100, 120)
+ROW_WISE = (80, 120)  # kernels with registers to spare: the oldest and the newest will do
 PATH = Path(__file__).resolve().parent.parent / "tests" / "compile_table.txt"
 _HEADER = """\
 # Kernels as compiled by triton {version}: warps, then registers/shared bytes/spilled bytes for each architecture.
@@ -45,7 +46,7 @@ class CompileTable:
     def __str__(self) -> str:
         lines = [("variant", "kernel", "warps", *(f"sm_{arch}" for arch in ARCHITECTURES))]
         for name, row in self.rows.items():
-            cells = ("/".join(map(str, row.cells[arch])) for arch in ARCHITECTURES)
+            cells = ("/".join(map(str, row.cells[arch])) if arch in row.cells else "-" for arch in ARCHITECTURES)
             lines.append((name, row.kernel, str(row.warps), *cells))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
@@ -58,9 +59,13 @@ class CompileTable:
         architectures = [int(name.removeprefix("sm_")) for name in lines[0][3:]]
         rows = {}
         for name, kernel, warps, *cells in lines[1:]:
-            figures = {arch: tuple(map(int, cell.split("/"))) for arch, cell in zip(architectures, cells, strict=True)}
-            rows[name] = Row(kernel, int(warps), figures)
+            present = [(arch, cell) for arch, cell in zip(architectures, cells, strict=True) if cell != "-"]
+            rows[name] = Row(kernel, int(warps), {arch: tuple(map(int, cell.split("/"))) for arch, cell in present})
         return cls(version, rows)
+
+
+def architectures_of(name: str) -> tuple[int, ...]:
+    return ROW_WISE if name.startswith("conv") else ARCHITECTURES
 
 
 def compile_variant(name: str, arch: int) -> Compiled:
@@ -74,13 +79,13 @@ def _figures(name: str, arch: int) -> tuple[str, int, tuple[int, int, int]]:
 
 
 def compile_all(jobs: int, names: list[str]) -> CompileTable:
-    pairs = [(name, arch) for name in names for arch in ARCHITECTURES]
+    pairs = [(name, arch) for name in names for arch in architectures_of(name)]
     with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
         figures = dict(zip(pairs, pool.map(_figures, *zip(*pairs, strict=True)), strict=True))
     rows = {}
     for name in names:
         kernel, warps, _ = figures[name, ARCHITECTURES[0]]
-        rows[name] = Row(kernel, warps, {arch: figures[name, arch][2] for arch in ARCHITECTURES})
+        rows[name] = Row(kernel, warps, {arch: figures[name, arch][2] for arch in architectures_of(name)})
     return CompileTable(triton.__version__, rows)
 
 

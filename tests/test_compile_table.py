@@ -12,17 +12,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from benchmarks import compile_table
-from benchmarks.compile_table import ARCHITECTURES, PATH, CompileTable, Row, compile_variant, differences
+from benchmarks.compile_table import PATH, CompileTable, Row, architectures_of, compile_variant, differences
 from benchmarks.kernel_variants import VARIANTS
 
+PAIRS = [(name, arch) for name in VARIANTS for arch in architectures_of(name)]
 PINNED = CompileTable.parse(PATH.read_text())
 # Blocks of the smallest supported GPUs of each generation (8.6, 12.0) can have 99 KiB.
 SHARED_LIMIT = 99 * 1024
+# Another Triton may leave a register or two too many: four bytes stored and four loaded for each.
+SLACK = 0 if PINNED.triton == triton.__version__ else 32
 UPDATE = "if that is meant: python -m benchmarks.compile_table --update"
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "arch"), PAIRS, ids=[f"{name}-sm_{arch}" for name, arch in PAIRS])
 def test_as_pinned(name, arch):
     compiled = compile_variant(name, arch)
     assert ".f64" not in compiled.ptx, "a float64 instruction: a Python float reached the kernel as a double"
@@ -32,7 +34,7 @@ def test_as_pinned(name, arch):
     row = PINNED.rows[name]
     registers, shared, spilled = row.cells[arch]
     if spilled == 0:
-        assert compiled.spilled_bytes == 0, f"{compiled.spilled_bytes} bytes spilled at {compiled.registers} registers"
+        assert compiled.spilled_bytes <= SLACK, f"{compiled.spilled_bytes} bytes of spills appeared"
     if PINNED.triton == triton.__version__:
         actual = (
             compiled.kernel,
