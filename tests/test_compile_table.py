@@ -19,8 +19,10 @@ PAIRS = [(name, arch) for name in VARIANTS for arch in architectures_of(name)]
 PINNED = CompileTable.parse(PATH.read_text())
 # Blocks of the smallest supported GPUs of each generation (8.6, 12.0) can have 99 KiB.
 SHARED_LIMIT = 99 * 1024
-# Another Triton may leave a register or two too many: four bytes stored and four loaded for each.
-SLACK = 0 if PINNED.triton == triton.__version__ else 32
+# The sizes of the models this is for: they must not spill, whatever Triton compiles them.
+MAIN = ("verify_bf16_T4", "verify_bf16_T8", "verify_fp32_T4", "verify_fp32_T8", "commit_bf16", "commit_fp32")
+# Another Triton than the pinned one may leave a register or two too many: four bytes stored and four loaded for each.
+SLACK = 32
 UPDATE = "if that is meant: python -m benchmarks.compile_table --update"
 
 
@@ -33,17 +35,13 @@ def test_as_pinned(name, arch):
         assert compiled.shared_bytes <= 4096, "a shift of values between threads of a row-wise kernel"
     row = PINNED.rows[name]
     registers, shared, spilled = row.cells[arch]
+    if PINNED.triton != triton.__version__:
+        assert name not in MAIN or compiled.spilled_bytes <= SLACK, f"{compiled.spilled_bytes} bytes of spills"
+        return
     if spilled == 0:
-        assert compiled.spilled_bytes <= SLACK, f"{compiled.spilled_bytes} bytes of spills appeared"
-    if PINNED.triton == triton.__version__:
-        actual = (
-            compiled.kernel,
-            compiled.num_warps,
-            compiled.registers,
-            compiled.shared_bytes,
-            compiled.spilled_bytes,
-        )
-        assert actual == (row.kernel, row.warps, registers, shared, spilled), UPDATE
+        assert compiled.spilled_bytes == 0, f"{compiled.spilled_bytes} bytes of spills appeared"
+    actual = (compiled.kernel, compiled.num_warps, compiled.registers, compiled.shared_bytes, compiled.spilled_bytes)
+    assert actual == (row.kernel, row.warps, registers, shared, spilled), UPDATE
 
 
 def test_the_table_holds_every_variant():
@@ -51,8 +49,7 @@ def test_the_table_holds_every_variant():
 
 
 def test_main_variants_do_not_spill():
-    """The sizes of the models this is for, on the GPUs that serve them."""
-    for name in ("verify_bf16_T8", "verify_fp32_T8", "verify_bf16_unbounded", "commit_bf16", "commit_fp32"):
+    for name in MAIN:
         assert {spilled for _, _, spilled in PINNED.rows[name].cells.values()} == {0}, name
 
 
