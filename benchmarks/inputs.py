@@ -25,8 +25,13 @@ class Inputs:
             return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
 
         gate = (HV,) if shape.scalar_gate else (HV, D)
-        self.q, self.k = normal(sets, B, T, H, D), normal(sets, B, T, H, D)
-        self.v, self.g, self.beta = normal(sets, B, T, HV, D), normal(sets, B, T, *gate), normal(sets, B, T, HV)
+
+        def of_each_set(*size: int) -> list[Tensor]:
+            # Allocations of their own: part of one tensor would not always begin at a multiple of 16 bytes.
+            return [normal(*size) for _ in range(sets)]
+
+        self.q, self.k = of_each_set(B, T, H, D), of_each_set(B, T, H, D)
+        self.v, self.g, self.beta = of_each_set(B, T, HV, D), of_each_set(B, T, *gate), of_each_set(B, T, HV)
         self.A_log = 0.5 * normal(HV, dtype=torch.float32)
         self.dt_bias = 0.5 * normal(*gate, dtype=torch.float32)
         pool = normal(sets, B + 1, HV, D, D, dtype=DTYPES[shape.state_dtype])
@@ -61,8 +66,8 @@ class Inputs:
         """``o``, ``u`` ``[rows, T, heads, V]`` and ``states [rows, T + 1, heads, V, K]`` of set 0 in float64."""
         results = []
         for at, row in enumerate(self.rows.tolist()):
-            q, k = (x[0, row][:, self.key_heads].cpu() for x in (self.q, self.k))
-            v, g, beta = (x[0, row][:, self.heads].cpu() for x in (self.v, self.g, self.beta))
+            q, k = (x[0][row][:, self.key_heads].cpu() for x in (self.q, self.k))
+            v, g, beta = (x[0][row][:, self.heads].cpu() for x in (self.v, self.g, self.beta))
             results.append(
                 recurrence(
                     q, k, v, g, beta, self.initial[at][self.heads].cpu(),

@@ -34,7 +34,7 @@ class _Peer(Provider):
             raise Unsupported("CUDA only")
         super().__init__(inputs)
         self.peers = peers
-        self.o = list(torch.empty_like(inputs.v).unbind())
+        self.o = [torch.empty_like(v) for v in inputs.v]
 
     def _window(self, i: int) -> tuple:
         x = self.inputs
@@ -52,9 +52,9 @@ class VLLM(_Peer):
         shape, device = inputs.shape, torch.device(inputs.device)
         sizes = (shape.batch, shape.heads, shape.window, shape.head_size)
         allocate = peers.vllm.KDARecoverSSMRecords.allocate
-        self.records = [allocate(*sizes, inputs.q.dtype, device) for _ in range(inputs.sets)]
+        self.records = [allocate(*sizes, inputs.q[0].dtype, device) for _ in range(inputs.sets)]
         # The convolution's history belongs to the peer's commit; one channel makes its share negligible.
-        history = torch.zeros(inputs.sets, shape.batch + 1, 1, shape.window + 2, dtype=inputs.q.dtype, device=device)
+        history = torch.zeros(inputs.sets, shape.batch + 1, 1, shape.window + 2, dtype=inputs.q[0].dtype, device=device)
         self.layers = [
             types.SimpleNamespace(
                 kv_cache=(history[i], inputs.states[i]),
@@ -98,7 +98,7 @@ class VLLM(_Peer):
 
     def bytes_moved(self, operation: str, accepted: int) -> int:
         shape = self.inputs.shape
-        copies = shape.batch * shape.window * shape.heads * 2 * shape.head_size * self.inputs.q.element_size()
+        copies = shape.batch * shape.window * shape.heads * 2 * shape.head_size * self.inputs.q[0].element_size()
         return super().bytes_moved(operation, accepted) + (0 if operation == "commit" else copies)
 
 
@@ -158,7 +158,7 @@ class FlashInfer(_Peer):
         shape = inputs.shape
         size = (inputs.sets, shape.batch + 1, shape.heads, shape.window)
         self.correction = torch.empty(*size, shape.head_size, dtype=torch.float32, device=inputs.device)
-        self.key_gate = torch.empty(*size, 2 * shape.head_size, dtype=inputs.q.dtype, device=inputs.device)
+        self.key_gate = torch.empty(*size, 2 * shape.head_size, dtype=inputs.q[0].dtype, device=inputs.device)
 
     @staticmethod
     def check(shape: Shape) -> None:

@@ -93,3 +93,18 @@ def test_the_command_finds_the_fastest(tmp_path, monkeypatch, capsys):
         assert t["timed"][0]["us"] == 10.0 and t["timed"][0]["registers"] > 0
     assert launch_table.main([*options, "--table", str(path)]) == 0
     assert "the table 0.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("operation", launch_sweep.FUNCTIONS)
+def test_candidates_are_timed_until_the_deadline(operation):
+    """On the CPU, where the operators do not ask for a configuration: what is timed is the same call for each."""
+    trial = Trial.of(SMALL, operation, {"num_warps": (1, 2), "BV": (16,), "STAGES": (1,), "num_stages": (1,)})
+    for at in range(len(trial.changes)):
+        trial.figures[at] = launch_sweep.Figures(registers=32, spilled_bytes=8 if at == 1 else 0)
+    launch_table.time_trial(trial, "cpu", float("inf"))
+    assert [*trial.microseconds] == [at for at in range(len(trial.changes)) if at != 1]
+    assert all(us > 0 for us in trial.microseconds.values())
+    assert trial.as_json()["timed"][0]["us"] == min(trial.microseconds.values())
+    trial.microseconds.clear()
+    launch_table.time_trial(trial, "cpu", 0.0)
+    assert [*trial.microseconds] == [0]
