@@ -21,7 +21,7 @@ from benchmarks.compilation import Compiled, compile_launch, only_launch
 from benchmarks.kernel_variants import VARIANTS
 
 ARCHITECTURES = (80, 90, 100, 120)
-ROW_WISE = (80, 120)  # kernels with registers to spare: the oldest and the newest will do
+ENDS = (80, 120)  # the oldest and the newest, for kernels with registers to spare, or with another kernel's arithmetic
 PATH = Path(__file__).resolve().parent.parent / "tests" / "compile_table.txt"
 _HEADER = """\
 # Kernels as compiled by triton {version}: warps, then registers/shared bytes/spilled bytes for each architecture.
@@ -65,7 +65,7 @@ class CompileTable:
 
 
 def architectures_of(name: str) -> tuple[int, ...]:
-    return ROW_WISE if name.startswith("conv") else ARCHITECTURES
+    return ENDS if name.startswith(("conv", "commit_layers")) else ARCHITECTURES
 
 
 def compile_variant(name: str, arch: int) -> Compiled:
