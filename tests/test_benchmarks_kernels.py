@@ -1,104 +1,123 @@
-"""``python -m benchmarks.conv`` and ``benchmarks.commit_layers``: tiny runs, their figures, and that they measure equals."""
+"""The kernel benchmark on the CPU, with shapes as small as they come: it runs, counts its bytes and sees errors."""
 
 import json
 
 import pytest
 import torch
 
-from benchmarks import commit_layers, conv
+from benchmarks import kernels
+from benchmarks.floors import commit_bytes, materialised_bytes, verify_bytes
+from benchmarks.inputs import Inputs
+from benchmarks.providers import OURS, RecoverSSM
+from benchmarks.shapes import Shape, layers, targets
+from benchmarks.timing import interleaved
 
-CONV = ["--batch", "1", "3", "--channels", "12", "--window", "5", "--samples", "2", "--mib", "0", "--device", "cpu"]
-SIZES = ["--heads", "2", "--head-dim", "6", "--window", "5", "--device", "cpu"]
-LAYERS = [*SIZES, "--batch", "1", "3", "--layers", "1", "2", "--samples", "2", "--mib", "0"]
-
-
-def run(main, options, tmp_path):
-    path = tmp_path / "figures.json"
-    main([*options, "--json", str(path)])
-    result = json.loads(path.read_text())
-    assert result["device"] == "CPU" and result["torch"] == torch.__version__
-    return result
+TINY = ["--device", "cpu", "--batch", "2", "--heads", "2", "--head-size", "8", "--samples", "2", "--sets", "2"]
 
 
-def test_conv_measures_both_ways_of_every_batch(tmp_path, capsys):
-    result = run(conv.main, CONV, tmp_path)
-    keys = [(f["batch"], f["way"]) for f in result["figures"]]
-    assert keys == [(1, "Inductor"), (1, "kernels"), (3, "Inductor"), (3, "kernels")]
-    for f in result["figures"]:
-        low, high = f["quartiles_us"]
-        assert 0 < low <= f["layer_us"] <= high
-    assert result["settings"]["channels"] == 12
-    assert "12 channels" in capsys.readouterr().out
+def run(tmp_path, *options: str) -> dict:
+    path = tmp_path / "kernels.json"
+    assert kernels.main([*TINY, "--json", str(path), *options]) == 0
+    return json.loads(path.read_text())
 
 
-def test_conv_touches_as_much_as_asked():
-    layers = conv.Layers(conv.parse_arguments([*CONV, "--mib", "1"]), 3)
-    tensors = [*layers.xs, *layers.pools["kernels"]]
-    # Windows and the batch's half of the pools are read, outputs and the same half are written.
-    touched = sum(x.nbytes for x in layers.xs) * 2 + sum(pool.nbytes for pool in layers.pools["kernels"])
-    assert touched >= 2**20 and layers.count == len(layers.xs) > 1
-    assert len({x.data_ptr() for x in tensors}) == len(tensors)
+def by_operation(rows: list[dict], provider: str) -> dict[tuple, dict]:
+    return {(row["operation"], row["accepted"]): row for row in rows if row["provider"] == provider and "us" in row}
 
 
-@pytest.mark.parametrize("wrong", ["output", "history"])
-def test_conv_refuses_to_compare_what_differs(wrong):
-    layers = conv.Layers(conv.parse_arguments(CONV), 3)
-
-    def other(x, weight, pool, slots, num_accepted):
-        y = conv.kernel_layer(x, weight, pool, slots, num_accepted)
-        if wrong == "history":
-            pool[slots[0], 0, 0] += 1
-        return y + 1 if wrong == "output" else y
-
-    conv.check_equal(layers, {"Inductor": conv.compiled_layer, "kernels": conv.kernel_layer})
-    with pytest.raises(AssertionError, match=r"not close|not equal"):
-        conv.check_equal(layers, {"Inductor": conv.compiled_layer, "kernels": other})
-
-
-def test_commits_are_measured_by_kind_layers_and_batch(tmp_path):
-    result = run(commit_layers.main, LAYERS, tmp_path)
-    keys = [(f["what"], f["layers"], f["batch"], f["way"]) for f in result["figures"]]
-    kinds, ways = ("states", "histories"), ("loop", "one call")
-    assert keys == [(kind, n, batch, way) for kind in kinds for n in (1, 2) for batch in (1, 3) for way in ways]
-    assert all(0 < f["quartiles_us"][0] <= f["step_us"] <= f["quartiles_us"][1] for f in result["figures"])
-
-
-@pytest.mark.parametrize("kind", [commit_layers.States, commit_layers.Histories])
-def test_commits_of_a_replay_write_slots_of_their_own(kind):
-    step = kind(2, 3, commit_layers.parse_arguments([*LAYERS, "--mib", "1"]))
-    assert step.repeats > 1 and len(step.slots) == step.repeats
-    slots = torch.cat(step.slots)
-    assert sorted(slots.tolist()) == list(range(step.pools[0].shape[0]))
-    commit_layers.check_equal(step)
-    # Records are made anew, or the second commit would be refused.
-    step.loop()
-
-
-@pytest.mark.parametrize("kind", [commit_layers.States, commit_layers.Histories])
-def test_commits_that_differ_are_refused(kind):
-    step = kind(2, 3, commit_layers.parse_arguments(LAYERS))
-    together = step.together
-
-    def spoiled():
-        together()
-        step.pools[1][0] += 1
-
-    step.together = spoiled
-    with pytest.raises(RuntimeError, match="layer 1: one call for all layers should write what the loop writes"):
-        commit_layers.check_equal(step)
+def test_every_operation_is_timed_and_checked(tmp_path, capsys):
+    names = ["recoverssm", "recoverssm-merged", "portable"]
+    document = run(tmp_path, "--window", "4", "--state-dtype", "fp32", "--dtype", "fp32", "--providers", *names)
+    rows = by_operation(document["rows"], "recoverssm")
+    assert [*rows] == [("verify", None), ("commit", 1), ("commit", 2), ("commit", 4), ("step", 2)]
+    assert [*by_operation(document["rows"], "recoverssm-merged")] == [("step", 2)]
+    for name in names:
+        for row in by_operation(document["rows"], name).values():
+            assert 0 < row["us_quartiles"][0] <= row["us"] <= row["us_quartiles"][1]
+            assert 0 < row["error_o"] < 1e-6 and 0 < row["error_u"] < 1e-6
+            assert row["operation"] == "verify" or 0 < row["error_state"] < 1e-6
+            assert row["times_floor"] == pytest.approx(row["us"] / row["floor_us"])
+    shown = capsys.readouterr().out
+    assert "fp32 pool, B 2, H 2, T 4, D 8" in shown and "commit, 4 accepted" in shown
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "message"),
-    [
-        (conv, ["--batch", "4", "0"], "--batch should be at least 1, got 0"),
-        (conv, ["--width", "1"], "--width should be at least 2, got 1"),
-        (commit_layers, ["--layers", "0"], "--layers should be at least 1, got 0"),
-        (commit_layers, ["--head-dim", "0"], "--head-dim should be at least 1, got 0"),
-    ],
+    "options", [("--gate", "unbounded"), ("--scalar-gate", "--value-heads", "4")], ids=lambda o: o[0]
 )
-def test_bad_options_are_refused_by_name(module, options, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        module.parse_arguments(options)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+def test_the_plain_path_computes_the_same(tmp_path, options):
+    """Eager, which is the same function: Inductor takes its time."""
+    with torch.compiler.set_stance("force_eager"):
+        document = run(
+            tmp_path, "--window", "3", "--providers", "plain", "recoverssm", "--state-dtype", "fp32", *options
+        )
+    for name in ("plain", "recoverssm"):
+        for row in by_operation(document["rows"], name).values():
+            assert row["error_o"] < 4e-3 and (row["operation"] == "verify" or row["error_state"] < 1e-6)
+
+
+def test_an_error_is_seen(tmp_path, monkeypatch):
+    verify = RecoverSSM.verify
+
+    def off_by_a_percent(self, i):
+        verify(self, i)
+        self.o[i] *= 1.01
+
+    monkeypatch.setattr(RecoverSSM, "verify", off_by_a_percent)
+    document = run(tmp_path, "--window", "2", "--op", "verify", "--providers", "recoverssm")
+    assert 0.009 < document["rows"][0]["error_o"] < 0.013
+
+
+def test_a_provider_that_fails_is_said_to(tmp_path, monkeypatch, capsys):
+    def broken(self, i):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(RecoverSSM, "commit", broken)
+    assert kernels.main([*TINY, "--window", "2", "--providers", "recoverssm", "portable"]) == 1
+    shown = capsys.readouterr().out
+    assert "recoverssm: failed: RuntimeError: no such kernel" in shown and "│ portable" in shown
+
+
+def test_absent_peers_are_named_with_what_to_do(tmp_path, capsys):
+    document = run(tmp_path, "--op", "verify", "--peers", str(tmp_path / "none"), "--providers", "vllm", "flashinfer")
+    assert {*document["absent"]} == {"vllm", "flashinfer"}
+    assert "python -m benchmarks.peers" in capsys.readouterr().out
+
+
+def test_bytes_that_must_move():
+    """Counted by hand: 2 rows, 3 tokens, 1 key and 2 value heads of 4, a bf16 pool, bf16 inputs."""
+    shape = Shape(2, 1, 3, "bf16", head_size=4, value_heads=2)
+    states = 2 * 2 * 4 * 4 * 2
+    # q, k: 4 elements; v, o: 8; g: 8; beta: 2, of two bytes each; u: 8 of four.
+    token = 2 * (4 + 4 + 8 + 8 + 8 + 2) + 32
+    assert verify_bytes(shape) == states + 2 * 3 * token
+    assert commit_bytes(shape, 2) == 2 * states + 2 * 2 * (32 + 2 * (4 + 8))
+    assert materialised_bytes(shape) == 4 * states + 2 * 3 * (token - 32)
+
+
+def test_variants_take_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in ("a", "b")}
+    timings = interleaved(calls, 2, 3, "cpu")
+    assert order == ["a", "b"] * 5 and {*timings} == {"a", "b"}
+
+
+def test_commits_of_all_lengths_come_from_one_record():
+    """A captured graph reads the lengths on the device: nothing of the provider may depend on them."""
+    inputs = Inputs(Shape(2, 1, 3, "fp32", head_size=8, dtype="fp32"), 1, "cpu")
+    provider = OURS["recoverssm"](inputs)
+    provider.verify(0)
+    _, _, states = inputs.oracle()
+    for n in (3, 1, 2):
+        provider.reset()
+        inputs.accepted.fill_(n)
+        provider.commit(0)
+        torch.testing.assert_close(inputs.checked_states(provider.committed()), states[:, n], rtol=1e-5, atol=1e-6)
+
+
+def test_presets_name_what_the_targets_need():
+    shapes = targets()
+    assert len({*shapes}) == len(shapes)
+    assert {s.window for s in shapes} == {1, 2, 4, 8, 16} and {s.head_size for s in shapes} == {64, 96, 128, 192, 256}
+    assert {(s.batch, s.heads) for s in shapes} >= {(64, 12), (256, 12), (64, 32), (1, 12)}
+    assert {s.value_heads for s in shapes if s.scalar_gate} == {32, 64}
+    assert all((s.batch, s.heads, s.window) == (32, 12, 8) for s in layers())

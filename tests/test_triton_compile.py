@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs this machine does not have: no spills, no float64, shared memory that fits."""
+"""What the compiled kernels must not hold; registers, shared memory and spills are pinned in test_compile_table.py."""
 
 import os
 
@@ -10,59 +10,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton_compile
 
-VERIFY, COMMIT = triton_compile.compile_verify, triton_compile.compile_commit
-# Blocks of the smallest supported GPUs of each generation (8.6, 12.0) can have 99 KiB.
-SHARED_LIMIT = 99 * 1024
-# The sizes of the models this is for: they must not spill.
-MAIN = {
-    "verify_bf16": (VERIFY, {"pool": "bf16"}),
-    "verify_fp32": (VERIFY, {"pool": "fp32"}),
-    "verify_unbounded_bf16": (VERIFY, {"pool": "bf16", "factored": False}),
-    "commit_bf16": (COMMIT, {"pool": "bf16"}),
-    "commit_fp32": (COMMIT, {"pool": "fp32"}),
-}
-OTHERS = {
-    "verify_window_1": (VERIFY, {"pool": "bf16", "T": 1}),
-    "verify_window_16": (VERIFY, {"pool": "bf16", "T": 16}),
-    "verify_scalar_packed": (
-        VERIFY,
-        {"pool": "fp16", "T": 4, "data": "fp16", "factored": False, "scalar_gate": True, "packed": True, "groups": 2},
-    ),
-    "verify_96": (VERIFY, {"pool": "fp32", "T": 3, "K": 96, "V": 40, "data": "fp32"}),
-    "verify_256": (VERIFY, {"pool": "bf16", "T": 4, "K": 256, "V": 256}),
-    "verify_256_window_16": (VERIFY, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "factored": False}),
-    "commit_256": (COMMIT, {"pool": "fp32", "K": 256, "V": 256}),
-    "commit_columns_unbounded": (COMMIT, {"pool": "bf16", "columns": 3, "bounded": False, "packed": True}),
-    "commit_scalar": (COMMIT, {"pool": "fp16", "scalar_gate": True, "data": "fp16"}),
-    "recover": (COMMIT, {"pool": "bf16", "in_place": False}),
-}
-ARCHITECTURES = (80, 90, 100, 120)
-
-
-def check(compiled, record_property, name):
-    for key in ("registers", "spilled_bytes", "shared_bytes", "num_warps"):
-        record_property(f"{name}_{key}", getattr(compiled, key))
-    assert ".f64" not in compiled.ptx, "a float64 instruction: a Python float reached the kernel as a double"
-    assert compiled.shared_bytes <= SHARED_LIMIT
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("name", MAIN)
-def test_main_variants_do_not_spill(name, arch, record_property):
-    compiler, settings = MAIN[name]
-    compiled = compiler(arch, **settings)
-    check(compiled, record_property, name)
-    assert compiled.spilled_bytes == 0, f"{compiled.spilled_bytes} bytes of spills at {compiled.registers} registers"
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_variants_compile(name, record_property):
-    compiler, settings = OTHERS[name]
-    check(compiler(90, **settings), record_property, name)
+from benchmarks import compilation, kernel_variants
 
 
 def test_float64_would_be_seen():
-    """The check above can fail: a kernel that multiplies by a double shows it."""
+    """The check of test_compile_table.py can fail: a kernel that multiplies by a double shows it."""
     import triton
     import triton.language as tl
 
@@ -70,5 +22,50 @@ def test_float64_would_be_seen():
     def scaled(x, factor):
         tl.store(x, tl.load(x) * factor)
 
-    compiled = triton_compile.compile_kernel(scaled, {"x": "*fp32", "factor": "fp64"}, {}, 90)
+    compiled = triton_compile.compile_kernel(scaled, {"x": "*fp32", "factor": "fp64"}, 90)
     assert ".f64" in compiled.ptx
+
+
+def test_spills_would_be_seen():
+    """A tile of 65536 elements does not fit one warp's registers."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def sorted_tile(x):
+        at = tl.arange(0, 8192)
+        values = tl.load(x + at)
+        for _ in range(4):
+            values = values + tl.sum(values, 0) * values
+        tl.store(x + at, values)
+
+    compiled = compilation.compile_source(
+        triton_compile.ASTSource(sorted_tile, {"x": "*fp32"}, {}, {}),
+        triton_compile.GPUTarget("cuda", 90, 32),
+        {"num_warps": 1},
+    )
+    assert compiled.registers == 255 and compiled.spilled_bytes > 0
+
+
+def test_a_launch_is_noted_as_the_launcher_makes_it():
+    launch = compilation.only_launch(kernel_variants.verify("fp32", T=5, K=24, V=40))
+    assert launch.grid[0] % (kernel_variants.BATCH * kernel_variants.HEADS) == 0
+    assert launch.kernel.__name__ == "verify_kernel" and {"num_warps"} <= {*launch.keywords}
+
+
+def test_more_than_one_launch_is_refused():
+    verify = kernel_variants.verify("fp32", T=2, K=16, V=16)
+    with pytest.raises(ValueError, match="verify_kernel"):
+        compilation.only_launch(lambda: (verify(), verify()))
+
+
+def test_settings_reach_the_compiled_kernel():
+    """Alignment, dtypes and the launcher's configuration: each of them changes the code."""
+    plain = triton_compile.compile_commit(90, "fp32", K=32, V=32)
+    other = {
+        "dtype": triton_compile.compile_commit(90, "bf16", K=32, V=32),
+        "columns": triton_compile.compile_commit(90, "fp32", K=32, V=32, columns=2),
+        "gate": triton_compile.compile_commit(90, "fp32", K=32, V=32, bounded=False),
+    }
+    assert all(compiled.ptx != plain.ptx for compiled in other.values())
+    assert plain.ptx.count("ld.global.v4") > 0

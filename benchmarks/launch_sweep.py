@@ -1,0 +1,119 @@
+"""Launch configurations of the kernels, tried one by one: which there are, what they compile to, how fast they are.
+
+The launchers ask ``recoverssm_ops.triton.launch.verify_config`` and ``commit_config``; a trial replaces the function for a
+while. Nothing here knows the kernels' arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import triton
+
+from benchmarks import timing
+from benchmarks.compilation import compile_launch, only_launch
+from benchmarks.inputs import Inputs
+from benchmarks.providers import RecoverSSM
+from benchmarks.shapes import Shape
+from recoverssm_ops import ops
+from recoverssm_ops.triton import launch
+
+Config = dict[str, int]
+FUNCTIONS = {"verify": "verify_config", "commit": "commit_config"}
+# Values that a configuration's entries may take; entries of other names stay as they are.
+KNOBS = {"num_warps": (1, 2, 4, 8), "BV": (16, 32, 64, 128), "STAGES": (1, 2, 3), "num_stages": (1, 2, 3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a configuration compiles to; ``failure`` where it does not."""
+
+    registers: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    failure: str = ""
+
+
+@contextlib.contextmanager
+def configured(operation: str, changed: Config) -> Iterator[list[tuple[tuple, Config]]]:
+    """The launcher's choice with entries replaced; yields what it was asked, and what it chose by itself."""
+    name, asked = FUNCTIONS[operation], []
+    choose = getattr(launch, name)
+
+    def config(*arguments: object) -> Config:
+        chosen = choose(*arguments)
+        asked.append((arguments, chosen))
+        return chosen | changed
+
+    with mock.patch.object(launch, name, config):
+        yield asked
+
+
+def launched(shape: Shape, operation: str, changed: Config) -> tuple[object, tuple, Config]:
+    """The launch for a shape, without a GPU; the arguments of the launcher's question; its own answer."""
+    # No code depends on the number of rows.
+    provider = RecoverSSM(Inputs(dataclasses.replace(shape, batch=2), 1, "cpu"))
+    with (
+        mock.patch.object(ops, "kda_verify", launch.verify),
+        mock.patch.object(ops, "kda_commit", launch.commit),
+    ):
+        only_launch(lambda: provider.verify(0))
+        call = provider.verify if operation == "verify" else provider.commit
+        with configured(operation, changed) as asked:
+            noted = only_launch(lambda: call(0))
+    ((arguments, chosen),) = asked
+    return noted, arguments, chosen
+
+
+def candidates(chosen: Config, value_dim: int, knobs: dict[str, tuple[int, ...]] | None = None) -> list[Config]:
+    """Changes to the launcher's choice, the nearest first; the first one changes nothing."""
+    knobs = {name: values for name, values in (KNOBS | (knobs or {})).items() if name in chosen}
+    widest = max(16, triton.next_power_of_2(value_dim))
+    if "BV" in knobs:
+        knobs["BV"] = tuple(v for v in knobs["BV"] if v <= widest)
+    options = [sorted({*values, chosen[name]}) for name, values in knobs.items()]
+    changes = [dict(zip(knobs, values, strict=True)) for values in itertools.product(*options)]
+    return sorted(
+        changes, key=lambda change: sum(abs(math.log2((1 + v) / (1 + chosen[name]))) for name, v in change.items())
+    )
+
+
+def figures(task: tuple[Shape, str, Config, int]) -> Figures:
+    """Compile for ``sm_{arch}``, which also leaves the kernel in Triton's cache."""
+    shape, operation, changed, arch = task
+    try:
+        compiled = compile_launch(launched(shape, operation, changed)[0], arch)
+    except Exception as error:
+        return Figures(failure=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}")
+    return Figures(compiled.registers, compiled.spilled_bytes, compiled.shared_bytes)
+
+
+class Timer:
+    """Times configurations of one operation on one shape."""
+
+    def __init__(self, shape: Shape, operation: str, accepted: int, sets: int, device: str) -> None:
+        self.operation, self.device, self.sets = operation, device, sets
+        self.provider = RecoverSSM(Inputs(shape, sets, device))
+        self.provider.inputs.accepted.fill_(accepted)
+        for i in range(sets):
+            self.provider.verify(i)
+
+    def replay(self, changed: Config) -> Callable[[], object]:
+        call = self.provider.verify if self.operation == "verify" else self.provider.commit
+
+        def run() -> None:
+            for i in range(self.sets):
+                call(i)
+
+        with configured(self.operation, changed):
+            return timing.captured(run, self.device)
+
+    def microseconds(self, changes: list[Config], samples: int) -> list[float]:
+        """Median time of a launch for each configuration, in turns."""
+        replays = {str(at): self.replay(change) for at, change in enumerate(changes)}
+        return [t.median for t in timing.interleaved(replays, self.sets, samples, self.device).values()]
