@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks import floors, peers, timing
+from benchmarks import floors, peers
+from benchmarks import kernel_timing as timing
 from benchmarks.inputs import Inputs, relative_error
 from benchmarks.peer_providers import PEERS
 from benchmarks.providers import OURS, Provider, Unsupported

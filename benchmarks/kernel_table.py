@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from benchmarks import floors, timing
+from benchmarks import floors
+from benchmarks import kernel_timing as timing
 from benchmarks.shapes import Shape
 
 

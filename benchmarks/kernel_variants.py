@@ -13,7 +13,9 @@ from torch import Tensor
 
 from recoverssm_ops.triton import launch, launch_conv, launch_layers
 
-BATCH, HEADS, SLOTS = 2, 8, 3
+# Enough programs for the launchers to take the GPU as full, unless a variant has fewer heads.
+BATCH, HEADS, SLOTS = 16, 8, 3
+FEW_HEADS = launch.FEW_PROGRAMS // BATCH
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Launching = Callable[[], object]
@@ -45,11 +47,11 @@ def _gate(heads: int, K: int, scalar_gate: bool, bounded: bool, aligned: bool = 
 
 def verify(
     pool: str, T: int = 8, K: int = 128, V: int = 128, *, data: str = "bf16", scalar_gate: bool = False,
-    bounded: bool = True, packed: bool = False, groups: int = 1,
+    bounded: bool = True, packed: bool = False, groups: int = 1, heads: int = HEADS,
 ) -> Launching:  # fmt: skip
     lead, cu_seqlens = _window(T, packed)
-    HV = HEADS * groups
-    q, k = _empty(*lead, HEADS, K, dtype=data), _empty(*lead, HEADS, K, dtype=data)
+    HV = heads * groups
+    q, k = _empty(*lead, heads, K, dtype=data), _empty(*lead, heads, K, dtype=data)
     v, beta = _empty(*lead, HV, V, dtype=data), _empty(*lead, HV, dtype=data)
     g = _empty(*lead, HV, *(() if scalar_gate else (K,)), dtype=data)
     state, slots = _empty(SLOTS, HV, V, K, dtype=pool), torch.zeros(BATCH, dtype=torch.int32)
@@ -58,19 +60,21 @@ def verify(
     return lambda: launch.verify(q, k, v, g, beta, state, slots, cu_seqlens, T, *gate, *settings)
 
 
-def _record(T: int, K: int, V: int, data: str, scalar_gate: bool, packed: bool, aligned: bool = True) -> tuple:
+def _record(
+    T: int, K: int, V: int, data: str, scalar_gate: bool, packed: bool, aligned: bool = True, heads: int = HEADS
+) -> tuple:  # fmt: skip
     lead, cu_seqlens = _window(T, packed)
-    u, k = _empty(*lead, HEADS, V, aligned=aligned), _empty(*lead, HEADS, K, dtype=data, aligned=aligned)
-    g = _empty(*lead, HEADS, *(() if scalar_gate else (K,)), dtype=data, aligned=aligned)
+    u, k = _empty(*lead, heads, V, aligned=aligned), _empty(*lead, heads, K, dtype=data, aligned=aligned)
+    g = _empty(*lead, heads, *(() if scalar_gate else (K,)), dtype=data, aligned=aligned)
     return (u, k, g), (cu_seqlens, T)
 
 
 def commit(
     pool: str, T: int = 8, K: int = 128, V: int = 128, *, columns: int = 1, data: str = "bf16", scalar_gate: bool = False,
-    bounded: bool = True, packed: bool = False,
+    bounded: bool = True, packed: bool = False, heads: int = HEADS,
 ) -> Launching:  # fmt: skip
-    record, layout = _record(T, K, V, data, scalar_gate, packed)
-    state, gate = _empty(SLOTS, HEADS, V, K, dtype=pool), _gate(HEADS, K, scalar_gate, bounded)
+    record, layout = _record(T, K, V, data, scalar_gate, packed, heads=heads)
+    state, gate = _empty(SLOTS, heads, V, K, dtype=pool), _gate(heads, K, scalar_gate, bounded)
     return lambda: launch.commit(state, *record, *_plan(columns), *layout, *gate, True, True, -1)
 
 
@@ -141,6 +145,8 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         variants[f"verify_{pool}_T16"] = (verify, {"pool": pool, "T": 16})
         variants[f"commit_{pool}"] = (commit, {"pool": pool})
         variants[f"commit_layers_{pool}"] = (commit_layers, {"pool": pool})
+        variants[f"verify_{pool}_few"] = (verify, {"pool": pool, "heads": FEW_HEADS})
+        variants[f"commit_{pool}_few"] = (commit, {"pool": pool, "heads": FEW_HEADS})
     half = {"pool": "fp16", "data": "fp16", "T": 4, "bounded": False, "scalar_gate": True}
     columns = {"pool": "bf16", "columns": 3, "bounded": False, "packed": True}
     strided = {"packed": True, "pool": "strided"}

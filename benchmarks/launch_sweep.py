@@ -15,7 +15,7 @@ from unittest import mock
 
 import triton
 
-from benchmarks import timing
+from benchmarks import kernel_timing as timing
 from benchmarks.compilation import compile_launch, only_launch
 from benchmarks.inputs import Inputs
 from benchmarks.providers import RecoverSSM

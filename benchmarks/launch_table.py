@@ -27,7 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import floors, timing
+from benchmarks import floors
+from benchmarks import kernel_timing as timing
 from benchmarks.launch_sweep import Config, Figures, Timer, candidates, figures, launched
 from benchmarks.shapes import DTYPES, Shape
 

@@ -8,9 +8,9 @@ import torch
 from benchmarks import kernels
 from benchmarks.floors import commit_bytes, materialised_bytes, verify_bytes
 from benchmarks.inputs import Inputs
+from benchmarks.kernel_timing import interleaved
 from benchmarks.providers import OURS, RecoverSSM
 from benchmarks.shapes import Shape, layers, targets
-from benchmarks.timing import interleaved
 
 TINY = ["--device", "cpu", "--batch", "2", "--heads", "2", "--head-size", "8", "--samples", "2", "--sets", "2"]
 

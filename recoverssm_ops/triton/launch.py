@@ -29,15 +29,15 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
     TP = max(8, triton.next_power_of_2(window))
     BK = max(16, triton.next_power_of_2(key_dim))
     PART = max(16, triton.next_power_of_2(value_dim))
-    few = programs <= FEW_PROGRAMS
+    large = TP * BK > 2048
+    few = programs <= FEW_PROGRAMS and not large
     warps = max(1, min(8, TP * BK // 1024))
     rows = 32 if state_dtype.itemsize == 2 and warps * 1024 >= TP * BK else 16
     if few:
         warps = min(8, (4 if state_dtype.itemsize == 2 else 8) * warps)
         rows = 128 // warps
-    large = TP * BK > 2048
     stages = 1 if few or large else 2
-    BV = min(rows * warps, PART, _most_rows(BK * state_dtype.itemsize, 1 if few and not large else 2))
+    BV = min(rows * warps, PART, _most_rows(BK * state_dtype.itemsize, 1 if few else 2))
     return {"TP": TP, "BK": BK, "BV": BV, "PIECES": _pieces(state_dtype), "STAGES": stages, "num_warps": warps}
 
 
