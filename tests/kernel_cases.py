@@ -304,7 +304,8 @@ def check_states(inputs: Inputs, u: Tensor, num_accepted: list[int]) -> None:
         else:
             assert_within_budget(new, oracle[accepted], low[accepted], name=f"{case.name} state {row}")
         if not case.padding:
-            label, slack = f"{case.name} recovered {row}", verify_slack(inputs.state)
+            # The sums that make a state may cancel, and so amplify the record's error.
+            label, slack = f"{case.name} recovered {row}", 4 * verify_slack(inputs.state)
             assert_within_budget(recovered[row].cpu(), oracle[accepted], low[accepted], name=label, slack=slack)
     for slot in (s for s in inputs.slot_list if s > case.pad_slot_id):
         inputs.state[slot] = old[slot]

@@ -36,23 +36,28 @@ def decays(
     g, g_token, n, rate, bias, r, kk,
     K: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, USE_GATE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """``exp(G_n - G_i)`` of token i = n - 1 - r in row r, ``[TP, BK | 1]``, and ``exp(G_n)``, ``[BK | 1]``."""
+    """``exp(G_n - G_i)`` of token i = n - 1 - r in row r, ``[TP, BK | 1]``, and ``exp(G_n)``, ``[BK]`` or a scalar."""
     TP: tl.constexpr = r.shape[0]
-    # Row r holds the decay of the token behind its own, so the running product ends before its own.
-    behind = ((r > 0) & (r <= n))[:, None]
+    # Row r holds the decay of the token behind its own, so the running product ends before its own. The last row has then seen
+    # all tokens, unless there are as many as rows: the first token's decay is loaded by itself.
+    behind = (r > 0) & (r <= n)
     if SCALAR_GATE:
-        raw = tl.load(g + ((n - r) * g_token)[:, None], mask=behind, other=0.0)
-        first = tl.load(g + tl.arange(0, 1), mask=(n == TP) & (tl.arange(0, 1) == 0), other=0.0)
+        raw = tl.load(g + (n - r) * g_token, mask=behind, other=0.0)
+        first = tl.load(g)
+        decay = tl.cumprod(
+            tl.where(behind, exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), 1.0), 0
+        )
+        whole = tl.sum(tl.where(r == TP - 1, decay, 0.0), 0)
     else:
-        raw = tl.load(g + ((n - r) * g_token)[:, None] + kk[None, :], mask=behind & (kk < K)[None, :], other=0.0)
-        first = tl.load(g + kk, mask=(kk < K) & (n == TP), other=0.0)
-    decay = tl.where(behind, exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), 1.0)
-    decay = tl.cumprod(decay, 0)
-    # The last row has seen all tokens, unless there are as many as rows.
-    whole = tl.sum(tl.where((r == TP - 1)[:, None], decay, 0.0), 0)
-    return decay, tl.where(
-        n == TP, whole * exp(log_decay(first, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), whole
-    )
+        raw = tl.load(
+            g + ((n - r) * g_token)[:, None] + kk[None, :], mask=behind[:, None] & (kk < K)[None, :], other=0.0
+        )
+        first = tl.load(g + kk, mask=kk < K, other=0.0)
+        decay = exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT)
+        decay = tl.cumprod(tl.where(behind[:, None], decay, 1.0), 0)
+        whole = tl.sum(tl.where((r == TP - 1)[:, None], decay, 0.0), 0)
+    whole = tl.where(n == TP, whole * exp(log_decay(first, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), whole)
+    return decay[:, None] if SCALAR_GATE else decay, whole
 
 
 @triton.jit
@@ -147,7 +152,8 @@ def commit_program(
                 mask = (r < n)[:, None] & (vv < V)[None, :]
                 corrections = tl.load(u + ((n - 1 - r) * u_token)[:, None] + vv[None, :], mask=mask, other=0.0)
                 corrections = cut(tl.trans(corrections), PIECES)
-                state = load_state(source_state, vv, kk, source_v, V, K, BV, BK).to(tl.float32) * whole[None, :]
+                state = load_state(source_state, vv, kk, source_v, V, K, BV, BK).to(tl.float32)
+                state *= whole if SCALAR_GATE else whole[None, :]
                 if PIECES == 0:
                     # The matrix unit truncates as it accumulates, which a float32 pool would show.
                     state += thin_product(corrections, keys, tl.zeros((BV, BK), dtype=tl.float32))

@@ -42,7 +42,7 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
 
 
 def commit_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes, warps and stages of the commit kernel for ``programs`` triples of layer, row and value head.
+    """Tile sizes, warps and stages of the commit kernel for ``programs`` pairs of row and value head.
 
     By the rules of :func:`verify_config`; where there are few, programs share out a head's values, ``PART`` to each.
     """

@@ -41,7 +41,8 @@ def commit(
     u, k = _one_layout(u), _one_layout(k)
     g = _one_layout(g, any_last_axis=scalar_gate)
     kinds = [states, u, k, g, *([_contiguous(x) for x in gate] for gate in (A_log, dt_bias))]
-    config = commit_config(len(states) * batch * value_heads, window, key_dim, value_dim, states[0].dtype)
+    # One layer's choice, so that the bits are those of one launch a layer.
+    config = commit_config(batch * value_heads, window, key_dim, value_dim, states[0].dtype)
     programs = batch * value_heads * triton.cdiv(value_dim, config["PART"])
     with _on_device(states[0]):
         commit_layers_kernel[(len(states) * programs,)](

@@ -13,13 +13,11 @@ from recoverssm_ops.triton.conv import conv_commit_program
 
 @triton.jit
 def address(table, kind: tl.constexpr, layer, LAYERS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The layer's tensor of one kind, or None where the layers have none.
+    """The layer's tensor of one kind.
 
     An address loaded from memory says nothing of its divisibility, without which the compiler loads element by element: bit
     ``kind`` of ``ALIGNED`` vouches for it.
     """
-    if DTYPE is None:
-        return None
     pointer = tl.load(table + kind * LAYERS + layer).to(tl.pointer_type(DTYPE))
     if (ALIGNED >> kind) & 1:
         pointer = tl.multiple_of(pointer, 16)
@@ -44,8 +42,8 @@ def commit_layers_kernel(
     u = address(table, 1, layer, LAYERS, U, ALIGNED)
     k = address(table, 2, layer, LAYERS, KEY, ALIGNED)
     g = address(table, 3, layer, LAYERS, GATE, ALIGNED)
-    A_log = address(table, 4, layer, LAYERS, RATE, ALIGNED)
-    dt_bias = address(table, 5, layer, LAYERS, BIAS, ALIGNED)
+    A_log = None if RATE is None else address(table, 4, layer, LAYERS, RATE, ALIGNED)
+    dt_bias = None if BIAS is None else address(table, 5, layer, LAYERS, BIAS, ALIGNED)
     commit_program(
         pid % programs, state, state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias,
         num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,

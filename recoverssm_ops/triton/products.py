@@ -22,14 +22,17 @@ def nearest_tf32(x):
 
 
 @triton.jit
-def cut(x, PIECES: tl.constexpr):
-    """A tuple of tensors, the largest first, whose sum is ``x`` up to the bits that ``PIECES`` leaves out."""
+def cut(x, PIECES: tl.constexpr, ROUND: tl.constexpr = True):
+    """A tuple of tensors, the largest first, whose sum is ``x`` up to the bits that ``PIECES`` leaves out.
+
+    The matrix unit ignores bits beyond tf32, so without ``ROUND`` the last one is cut off rather than rounded.
+    """
     if (x.dtype == tl.bfloat16 and PIECES > 0) or (x.dtype == tl.float16 and PIECES == 0):
         return (x.to(tl.float32) if PIECES == 0 else x,)
     elif PIECES == 0:
         x = x.to(tl.float32)
         high = nearest_tf32(x)
-        return high, x - high
+        return high, nearest_tf32(x - high) if ROUND else x - high
     else:
         high = leading_bits(x)
         return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)

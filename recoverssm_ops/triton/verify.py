@@ -215,11 +215,13 @@ def verify_kernel(
             S = tl.load(state_tile + v0 * state_v, mask=(v0 + rows < V)[:, None] & (kk < K)[None, :], other=0.0)
         wanted = inside[:, None] & (v0 + rows < V)[None, :]
         values = tl.trans(tl.load(v_tile + v0, mask=wanted, other=0.0)).to(tl.float32)
-        S = cut(S, PIECES)
+        S = cut(S, PIECES, ROUND=False)
         target = b[None, :] * (values - product(S, a_keys) * key_scale[None, :])
-        # M is triangular, but 0 * NaN is NaN. What is not finite stays with its token, and is huge for the later ones.
-        finite = tl.where(tl.abs(target) < 3.0e38, target, 3.0e38)
-        excess = target - finite
+        # N is triangular, but 0 * NaN is NaN. What is not finite stays with its token, and is huge for the later ones.
+        # (Not ``target - finite``: contracted with the product above it would be that product's rounding error.)
+        good = tl.abs(target) < 3.0e38
+        finite = tl.where(good, target, 3.0e38)
+        excess = tl.where(good, 0.0, target)
         finite = cut(finite, PIECES)
         nothing = tl.zeros((BV, TP), dtype=tl.float32)
         U = thin_product(finite, N, nothing) + excess
