@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recoverssm_ops.triton import launch
 from recoverssm_ops.triton.address_table import address_table, aligned_kinds
 from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous, _on_device, commit_config
 from recoverssm_ops.triton.launch_conv import conv_config
@@ -41,6 +42,14 @@ def commit(
     u, k = _one_layout(u), _one_layout(k)
     g = _one_layout(g, any_last_axis=scalar_gate)
     kinds = [states, u, k, g, *([_contiguous(x) for x in gate] for gate in (A_log, dt_bias))]
+    if any(len({x.data_ptr() % 16 == 0 for x in tensors}) > 1 for tensors in kinds):
+        # Sums follow the layout that alignment allows, so layers that differ in it would not have the bits of their own launches.
+        for layer in range(len(states)):
+            record_and_gate = (u[layer], k[layer], g[layer], source, dest, length, cu_seqlens, max_seqlen)
+            parameters = (x[layer] if x else None for x in (A_log, dt_bias))
+            flags = (use_qk_l2norm_in_kernel, use_gate_in_kernel)
+            launch.commit(states[layer], *record_and_gate, *parameters, lower_bound, *flags, pad_slot_id)
+        return
     # One layer's choice, so that the bits are those of one launch a layer.
     config = commit_config(batch * value_heads, window, key_dim, value_dim, states[0].dtype)
     programs = batch * value_heads * triton.cdiv(value_dim, config["PART"])

@@ -32,7 +32,11 @@ def cut(x, PIECES: tl.constexpr, ROUND: tl.constexpr = True):
     elif PIECES == 0:
         x = x.to(tl.float32)
         high = nearest_tf32(x)
-        return high, nearest_tf32(x - high) if ROUND else x - high
+        if ROUND:
+            high = tl.where(x == x, high, x)  # rounding a NaN's bits may make a number of it
+            return high, nearest_tf32(x - high)
+        else:
+            return high, x - high
     else:
         high = leading_bits(x)
         return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
