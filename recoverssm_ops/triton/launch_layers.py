@@ -43,7 +43,7 @@ def commit(
     g = _one_layout(g, any_last_axis=scalar_gate)
     kinds = [states, u, k, g, *([_contiguous(x) for x in gate] for gate in (A_log, dt_bias))]
     if any(len({x.data_ptr() % 16 == 0 for x in tensors}) > 1 for tensors in kinds):
-        # Sums follow the layout that alignment allows, so layers that differ in it would not have the bits of their own launches.
+        # Sums follow the layout that alignment allows: layers that differ in it would not get the bits of their own launches.
         for layer in range(len(states)):
             record_and_gate = (u[layer], k[layer], g[layer], source, dest, length, cu_seqlens, max_seqlen)
             parameters = (x[layer] if x else None for x in (A_log, dt_bias))
