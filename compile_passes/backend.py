@@ -7,6 +7,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from compile_passes.install import SLOT
+from compile_passes.log import warn_if_nothing_was_rewritten
 from compile_passes.recover_pass import RecoverSSMPass
 
 
@@ -16,8 +17,14 @@ def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None
     Args:
         mode: as in ``torch.compile`` for Inductor: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
         options: Inductor options, over those of the mode. A pass in the post-grad slot keeps running, before ours.
+
+    A graph of which nothing is rewritten is a warning of the logger ``compile_passes``, once. (Not where a compile cache
+    answers: the pass does not run then.)
     """
     patches = dict(list_mode_options(mode)) if mode else {}
     patches.update(options or {})
-    patches[SLOT] = RecoverSSMPass(then=patches.get(SLOT, getattr(config, SLOT)))
-    return compile_fx(gm, example_inputs, config_patches=patches)
+    added = patches[SLOT] = RecoverSSMPass(then=patches.get(SLOT, getattr(config, SLOT)))
+    compiled = compile_fx(gm, example_inputs, config_patches=patches)
+    if added.last_report is not None:
+        warn_if_nothing_was_rewritten(added.last_report)
+    return compiled
