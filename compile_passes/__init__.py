@@ -5,6 +5,7 @@ with recoverssm_passes(): ...                      # beside the passes of other 
 print(explain(step, *args))                        # what is rewritten, and why not
 """
 
+from compile_passes.check import RewriteCheckError
 from compile_passes.explain import explain
 from compile_passes.install import recoverssm_passes
 from compile_passes.reasons import REASONS
@@ -12,4 +13,13 @@ from compile_passes.recover_pass import RecoverSSMPass
 from compile_passes.report import LayerMatch, Report
 from compile_passes.rewrite import rewrite
 
-__all__ = ["REASONS", "LayerMatch", "RecoverSSMPass", "Report", "explain", "recoverssm_passes", "rewrite"]
+__all__ = [
+    "REASONS",
+    "LayerMatch",
+    "RecoverSSMPass",
+    "Report",
+    "RewriteCheckError",
+    "explain",
+    "recoverssm_passes",
+    "rewrite",
+]

@@ -16,15 +16,18 @@ def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None
 
     Args:
         mode: as in ``torch.compile`` for Inductor: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
-        options: Inductor options, over those of the mode. A pass in the post-grad slot keeps running, before ours.
+        options: Inductor options, over those of the mode. A pass in the post-grad slot keeps running, before ours;
+            a :class:`RecoverSSMPass` there (with options of its own) is the one that runs.
 
     A graph of which nothing is rewritten is a warning of the logger ``compile_passes``, once. (Not where a compile cache
     answers: the pass does not run then.)
     """
     patches = dict(list_mode_options(mode)) if mode else {}
     patches.update(options or {})
-    added = patches[SLOT] = RecoverSSMPass(then=patches.get(SLOT, getattr(config, SLOT)))
+    installed = patches.get(SLOT, getattr(config, SLOT))
+    added = installed if isinstance(installed, RecoverSSMPass) else RecoverSSMPass(then=installed)
+    patches[SLOT], before = added, added.last_report
     compiled = compile_fx(gm, example_inputs, config_patches=patches)
-    if added.last_report is not None:
+    if added.last_report is not before:
         warn_if_nothing_was_rewritten(added.last_report)
     return compiled

@@ -30,18 +30,22 @@ class RecoverSSMPass(CustomGraphPass):
     Args:
         then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
         merge_layers: commit all layers that are alike in one launch. Off until it has been measured on a GPU.
+        check: compare every rewritten layer with the original, on random inputs in float64 on the CPU, and raise
+            :class:`RewriteCheckError` where they differ. It costs the states of all window positions in float64, a layer at a
+            time, and looks at no tensor of the model. A compile cache hit was checked when it was made.
     """
 
-    def __init__(self, then: object = None, *, merge_layers: bool = False):
+    def __init__(self, then: object = None, *, merge_layers: bool = False, check: bool = False):
         self.then = then
         self.merge_layers = merge_layers
+        self.check = check
         self.last_report: Report | None = None
 
     def __call__(self, graph: Graph) -> None:
         for other in self.others:
             other(graph)
         check_views(graph)
-        self.last_report = rewrite(graph, merge_layers=self.merge_layers)
+        self.last_report = rewrite(graph, merge_layers=self.merge_layers, check=self.check)
 
     @property
     def others(self) -> tuple:
@@ -56,7 +60,7 @@ class RecoverSSMPass(CustomGraphPass):
 
     def _hash(self) -> str:
         """Of everything that decides what the pass produces; schemas are not part of Inductor's own key."""
-        digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers}".encode())
+        digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers} {self.check}".encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
         for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from compile_passes.check import checked
 from compile_passes.dedupe import dedupe_integers
 from compile_passes.find import Window, candidates, match
 from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
@@ -19,13 +21,14 @@ from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch, Report
 
 
-def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
+def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False) -> Report:
     """Replace per-position states by record and commit in a functional ATen graph, in place.
 
     Args:
         graph: as in Inductor's ``post_grad_custom_pre_pass``, or of an ExportedProgram after ``run_decompositions()``.
             Nodes carry fake values in ``meta["val"]``.
         merge_layers: commit all layers that are alike in one launch (``merge_commits.py``).
+        check: compare every rewritten layer with the original on random inputs in float64 (``check.py``).
 
     Returns:
         The report; layers that are not understood completely are left as they were.
@@ -40,7 +43,8 @@ def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
             report.layers.append(_refused(stack, refusal))
             continue
         layer = _matched(stack, replacement)
-        replacement.apply(graph)
+        with checked(graph, replacement, layer.source) if check else nullcontext():
+            replacement.apply(graph)
         stable_topological_sort(graph)
         _drop_unread(graph)
         if stack in graph.find_nodes(op="call_function", target=stack.target):
