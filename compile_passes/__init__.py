@@ -3,6 +3,7 @@
 torch.compile(step, backend="recoverssm")          # Inductor with the pass
 with recoverssm_passes(): ...                      # beside the passes of other libraries
 print(explain(step, *args))                        # what is rewritten, and why not
+verify, commit = split_step(verify, commit)        # where acceptance is decided between two functions
 """
 
 from compile_passes.check import RewriteCheckError
@@ -12,6 +13,7 @@ from compile_passes.reasons import REASONS
 from compile_passes.recover_pass import RecoverSSMPass
 from compile_passes.report import LayerMatch, Report
 from compile_passes.rewrite import rewrite
+from compile_passes.split import SplitStep, split_step
 
 __all__ = [
     "REASONS",
@@ -19,7 +21,9 @@ __all__ = [
     "RecoverSSMPass",
     "Report",
     "RewriteCheckError",
+    "SplitStep",
     "explain",
     "recoverssm_passes",
     "rewrite",
+    "split_step",
 ]
