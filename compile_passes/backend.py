@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from compile_passes.install import SLOT
 from compile_passes.log import warn_if_nothing_was_rewritten
 from compile_passes.recover_pass import RecoverSSMPass
+from compile_passes.report import Report
 
 
 def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None):
@@ -26,8 +27,8 @@ def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None
     patches.update(options or {})
     installed = patches.get(SLOT, getattr(config, SLOT))
     added = installed if isinstance(installed, RecoverSSMPass) else RecoverSSMPass(then=installed)
-    patches[SLOT], before = added, added.last_report
+    patches[SLOT], before = added, len(added.reports)
     compiled = compile_fx(gm, example_inputs, config_patches=patches)
-    if added.last_report is not before:
-        warn_if_nothing_was_rewritten(added.last_report)
+    if reports := added.reports[before:]:  # several, where the graph has nested regions
+        warn_if_nothing_was_rewritten(Report([layer for report in reports for layer in report.layers]))
     return compiled

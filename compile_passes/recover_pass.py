@@ -24,8 +24,8 @@ class RecoverSSMPass(CustomGraphPass):
 
         torch.compile(step, options={"post_grad_custom_pre_pass": RecoverSSMPass()})
 
-    A compile cache hit skips the pass, so nothing a program relies on happens in it; ``last_report`` is for inspection of
-    the graph that was really compiled. :func:`compile_passes.explain` reports whatever the caches hold.
+    A compile cache hit skips the pass, so nothing a program relies on happens in it; ``reports`` (and ``last_report``) are for
+    inspection of the graphs that were really compiled. :func:`compile_passes.explain` reports whatever the caches hold.
 
     Args:
         then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
@@ -39,13 +39,18 @@ class RecoverSSMPass(CustomGraphPass):
         self.then = then
         self.merge_layers = merge_layers
         self.check = check
-        self.last_report: Report | None = None
+        self.reports: list[Report] = []
 
     def __call__(self, graph: Graph) -> None:
         for other in self.others:
             other(graph)
         check_views(graph)
-        self.last_report = rewrite(graph, merge_layers=self.merge_layers, check=self.check)
+        report = rewrite(graph, merge_layers=self.merge_layers, check=self.check)
+        self.reports.append(report)
+
+    @property
+    def last_report(self) -> Report | None:
+        return self.reports[-1] if self.reports else None
 
     @property
     def others(self) -> tuple:
