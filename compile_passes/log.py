@@ -10,8 +10,9 @@ import logging
 
 import torch
 
+from compile_passes.readable import readable
 from compile_passes.reasons import REASONS
-from compile_passes.report import LayerMatch, Report, readable
+from compile_passes.report import LayerMatch, Report
 
 log = logging.getLogger("compile_passes")
 _said: set[tuple] = set()  # a process warns once about the same thing, like Python's own warnings

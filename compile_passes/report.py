@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from compile_passes.draw import draw
+from compile_passes.layer_nodes import LayerNodes
+from compile_passes.readable import readable
 from compile_passes.reasons import REASONS
 
 
@@ -21,6 +25,7 @@ class LayerMatch:
         form: ``commit`` (the pool is updated in place), ``recover`` (the selected state is returned), or None.
         module: the module whose ``forward`` stacks the states (``layers.3``), empty outside of submodules.
         stacked: the source line that stacks the states: which layer it is, where ``source`` is in a shared helper.
+        nodes: the layer's graph nodes with their shapes, in words.
     """
 
     matched: bool
@@ -32,6 +37,7 @@ class LayerMatch:
     form: str | None = None
     module: str = ""
     stacked: str = ""
+    nodes: LayerNodes | None = None
 
 
 @dataclass
@@ -68,23 +74,18 @@ class Report:
                 lines.append(f"layer {number}: states stacked at {layer.stacked}")
         for reason in sorted({layer.reason for layer in self.layers if layer.reason}):
             lines.append(f"{reason}: {REASONS[reason]} (docs/troubleshooting.md)")
-        lines.append(self._total())
+        lines.append(self.total())
         return "\n".join(lines)
 
-    def _total(self) -> str:
+    def draw(self, path: str | Path) -> Path:
+        """Write a picture of every layer before and after the rewrite, as SVG (``before_after.svg``)."""
+        return draw(self, path)
+
+    def total(self) -> str:
+        """One line: how many layers, how many bytes."""
         counts = f"{self.matched} rewritten, {self.refused} refused"
         if not self.matched:
             return counts
         before = sum(layer.state_bytes_before for layer in self.layers)
         after = sum(layer.state_bytes_after for layer in self.layers)
         return f"{counts}; states after every position {readable(before)} -> {readable(after)}"
-
-
-def readable(size: int) -> str:
-    """Bytes for a reader: ``1.5 MiB``."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -13,6 +13,7 @@ from compile_passes.check import checked
 from compile_passes.dedupe import dedupe_integers
 from compile_passes.find import Window, candidates, match
 from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
+from compile_passes.layer_nodes import nodes_of
 from compile_passes.log import log_layer
 from compile_passes.merge_commits import merge_commits
 from compile_passes.origin import module_name
@@ -79,13 +80,13 @@ def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
     record = 4 * rows * window.length * value_heads * size_hint(roles.value.size)
     after = record if replacement.commits else record + state
     form = "commit" if replacement.commits else "recover"
-    before, origin = window.length * state, (module_name(stack), source_line(stack))
+    before, origin = window.length * state, (module_name(stack), source_line(stack), nodes_of(stack, replacement))
     return LayerMatch(True, None, source_line(stack), stack.name, before, after, form, *origin)
 
 
 def _refused(stack: Node, refusal: Refused) -> LayerMatch:
     before = _bytes(stack)
-    seen, origin = refusal.node, (module_name(stack), source_line(stack))
+    seen, origin = refusal.node, (module_name(stack), source_line(stack), nodes_of(stack))
     return LayerMatch(False, refusal.reason, source_line(seen), seen.name, before, before, None, *origin)
 
 
