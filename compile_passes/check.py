@@ -8,7 +8,7 @@ tensors are never read, and no random state but a generator of this file's own i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,29 +17,38 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from compile_passes.double import Piece, is_source
-from compile_passes.emit import integer_leaves
-from compile_passes.index_notation import Element, Lookup, aten, element_of, shape
+from compile_passes.index_notation import aten, dtype, element_of, shape
 from compile_passes.log import log
-from compile_passes.origin import module_name
 from compile_passes.replace import Replacement
-from compile_passes.views import STACKS, VIEWS, strip
+from compile_passes.report import LayerMatch
+from compile_passes.views import VIEWS, strip
 
 TOLERANCE = 1e-8  # relative; two spellings of the same layer differ by less than 1e-11
 SEED = 0
 LARGE_POOL = 2**27  # elements: a pool of more is cut down to the rows that are used
+STACKS = (aten.cat.default, aten.stack.default)
 
 
 class RewriteCheckError(RuntimeError):
     """A rewritten layer does not compute what the model's own layer does."""
 
 
+class TooFewSlots(ValueError):
+    """Rows would share slots, and which of them is written last is left open."""
+
+
 @contextmanager
-def checked(graph: Graph, replacement: Replacement, source: str) -> Iterator[None]:
+def checked(graph: Graph, replacement: Replacement, layer: LayerMatch) -> Iterator[None]:
     """Around ``replacement.apply(graph)``. Raises :class:`RewriteCheckError` if the edit changed what is computed."""
-    name = " at ".join(x for x in (module_name(replacement.window.stack), source) if x)
+    name = " at ".join(x for x in (layer.module, layer.source) if x)
     exits = _exits(replacement)
-    with _disable_current_modes():  # the compiler's fake tensors would take over the random ones
-        before, values = _before(replacement, list(exits.values()))
+    try:
+        with _disable_current_modes():  # the compiler's fake tensors would take over the random ones
+            before, values = _before(replacement, list(exits.values()))
+    except TooFewSlots as error:
+        log.warning("could not check the rewrite of %s: %s", name, error)
+        yield
+        return
     metadata = [node.meta["val"] for node in exits.values()]
     (end,) = graph.find_nodes(op="output")
     with graph.inserting_before(end):
@@ -85,9 +94,9 @@ def _difference(old: Tensor, new: Tensor) -> float:
 def _exits(replacement: Replacement) -> dict[str, Node]:
     """What the rest of the model reads of the layer."""
     window = replacement.window
-    outputs = [o.node for o in window.outputs]
-    exits = {f"output of token {t}": node for t, node in enumerate(outputs)}
-    todo, seen = [user for node in outputs for user in node.users], set()
+    exits = {f"output of token {t}": o.node for t, o in enumerate(window.outputs) if o is not None}
+    outputs = set(exits.values())
+    todo, seen = [user for node in exits.values() for user in node.users], set()
     while todo:
         node = todo.pop()
         if node in seen or node.target not in VIEWS:
@@ -107,14 +116,12 @@ def _exits(replacement: Replacement) -> dict[str, Node]:
 def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[Node, object]]:
     """The original layer, and a value for everything that it and the rewritten one read."""
     window, operands, pool = replacement.window, replacement.operands, replacement.pool
-    batch = window.roles.batch
     state = pool.node if pool else window.checkpoint.node
     slots = pool.slots if pool else None
-    integers = integer_leaves(window.selection.position, {batch})
-    integers += [] if slots is None else integer_leaves(slots, {batch})
-    leaves = {
-        n for n in (state, *(e.node for e in operands.elements()), *integers) if n.all_input_nodes or is_source(n)
-    }
+    leaves = {n for n in (state, *(e.node for e in operands.elements())) if n.all_input_nodes or is_source(n)}
+    # Integers are computed as the model computes them, from inputs or from what it reads off floats (an argmax).
+    chosen = set() if slots is None else _integer_sources([slots.node], leaves)
+    leaves |= _integer_sources(exits, leaves)
     before = Piece(exits, leaves)
     while around := _computed_from([n for n in before.inputs if n not in leaves], leaves):
         # The layer reads this input past a leaf, which then is no value of its own.
@@ -124,31 +131,42 @@ def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[No
     generator = torch.Generator().manual_seed(SEED)
     values = {node: _random(node, generator) for node in dict.fromkeys([*before.inputs, *sorted(leaves, key=str)])}
     # Keys of about unit length and decays below one, as models have them: the recurrence does not blow up.
-    for node in {e.node for name in ("q", "k") for e in _factors(replacement, name)} & leaves:
+    for node in _read(replacement, "q", "k") & leaves:
         values[node] *= size(window.roles.key.size) ** -0.5
     if not operands.use_gate:
-        for node in {e.node for e in _factors(replacement, "g")} & leaves:
+        for node in _read(replacement, "g") & leaves:
             values[node] = -values[node].abs()
 
-    rows = 1 if batch is None else size(batch.size)
-    position = torch.randint(window.length, (rows,), generator=generator)
-    _look_up(values, leaves, window.selection.position, position, batch)
-    if slots is not None:
-        available = _used_pool(values, before, state, rows)
-        chosen = torch.randperm(available, generator=generator)[:rows]
-        if chosen.numel() < rows:
-            log.warning(
-                "the example inputs of %s have more rows than the pool has slots: two rows share one", state.name
-            )
-            chosen = torch.arange(rows) % available
-        if available == size(shape(state)[0]):  # negative slots count from the end
-            chosen = torch.where(torch.arange(rows) % 2 == 1, chosen - available, chosen)
-        _look_up(values, leaves, Lookup(slots), chosen, batch)
+    for node, value in values.items():
+        if isinstance(value, Tensor) and value.dtype not in (torch.float64, torch.bool) and node not in chosen:
+            # Tokens, and positions or counts: position -1 is the last one, so that 0 is a count too.
+            values[node] = torch.randint(window.length, value.shape, generator=generator).to(value.dtype)
+    for node in chosen & values.keys():
+        by_row = [d for d, index in enumerate(slots.index) if any(x.value is window.roles.batch for x in index)]
+        dim = by_row[0] if by_row and node is slots.node else 0
+        values[node] = _distinct(values, before, state, node, dim, node is slots.node, generator)
     return before, values
 
 
-def _factors(replacement: Replacement, name: str) -> list[Element]:
-    return [f for p in replacement.operands.inputs[name].products for f in p.factors]
+def _read(replacement: Replacement, *names: str) -> set[Node]:
+    return {f.node for name in names for p in replacement.operands.inputs[name].products for f in p.factors}
+
+
+def _integer_sources(exits: Iterable[Node], leaves: set[Node]) -> set[Node]:
+    """The integer and boolean tensors that ``exits`` depend on and that are inputs, or computed from floats."""
+    found, seen, todo = set(), set(), list(exits)
+    while todo:
+        node = todo.pop()
+        if node in seen or node in leaves:
+            continue
+        seen.add(node)
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        counted = isinstance(node.meta.get("val"), Tensor) and not dtype(node).is_floating_point
+        if counted and (node.op != "call_function" or any(dtype(n).is_floating_point for n in tensors)):
+            found.add(node)
+        else:
+            todo += tensors
+    return found
 
 
 def _computed_from(sources: list[Node], leaves: set[Node]) -> set[Node]:
@@ -176,27 +194,25 @@ def _random(node: Node, generator: torch.Generator) -> object:
         return size(value) if isinstance(value, torch.SymInt) else value
     sizes, strides = ([size(n) for n in part] for part in (value.shape, value.stride()))
     distinct = [1 if stride == 0 else n for n, stride in zip(sizes, strides, strict=True)]
+    if value.dtype == torch.bool:
+        return torch.randint(2, sizes, generator=generator).bool()
     if not value.is_floating_point():
         return torch.zeros(sizes, dtype=value.dtype)
     x = torch.empty_strided(distinct, strides, dtype=torch.float64)
     return x.copy_(torch.randn(distinct, generator=generator, dtype=torch.float64)).expand(sizes)
 
 
-def _look_up(values: dict, leaves: set[Node], lookup: Lookup, numbers: Tensor, batch) -> None:
-    """Let ``lookup`` be ``numbers`` (one a row). Behind further arithmetic all that is known is that they are small."""
-    nodes = [node for node in integer_leaves(lookup, {batch}) if node in values]
-    for node in nodes:
-        values[node] = numbers.new_zeros(()).expand(values[node].shape).to(values[node].dtype)
-    element = strip(lookup.element)
-    direct = nodes == [element.node]
-    if direct and lookup.row is not None:
-        numbers = numbers + torch.arange(numbers.shape[0]) * lookup.stride
-    for node in nodes:
-        by_row = [d for d, index in enumerate(element.index) if any(x.value is batch for x in index)] if direct else []
-        dims = by_row or [d for d, n in enumerate(values[node].shape) if n == numbers.shape[0]][:1]
-        if dims or numbers.shape[0] == 1:
-            view = [-1 if [d] == dims else 1 for d in range(values[node].ndim)]
-            values[node] = numbers.view(view).to(values[node].dtype).expand(values[node].shape).contiguous()
+def _distinct(values: dict, before: Piece, pool: Node, slots: Node, dim: int, direct: bool, generator) -> Tensor:
+    """A slot for every row, some counted from the end. Behind arithmetic all that is known is that they are small."""
+    old = values[slots]
+    rows, whole = old.shape[dim] if old.ndim else 1, size(shape(pool)[0])
+    available = _used_pool(values, before, pool, rows)
+    if rows > available:
+        raise TooFewSlots(f"the example inputs have {rows} rows, and {pool.name} has {whole} slots")
+    chosen = torch.randperm(available if direct else rows, generator=generator)[:rows]
+    if direct and available == whole:
+        chosen = torch.where(torch.arange(rows) % 2 == 1, chosen - whole, chosen)
+    return chosen.view([rows if d == dim else 1 for d in range(old.ndim)]).expand(old.shape).to(old.dtype).contiguous()
 
 
 def _used_pool(values: dict, before: Piece, pool: Node, rows: int) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from compile_passes.index_notation import dtype, shape, size_hint
+from compile_passes.index_notation import Element, dtype, shape, size_hint
 from compile_passes.replace import Replacement
 
 
@@ -34,22 +35,20 @@ class LayerNodes:
     record: str | None = None
 
 
-def nodes_of(stack: Node, replacement: Replacement | None = None) -> LayerNodes:
+def nodes_of(stack: Node, states: Sequence[Node | Element], replacement: Replacement | None = None) -> LayerNodes:
     """Read off the graph before it is edited; ``replacement`` None for a refused layer."""
-    pieces = stack.args[0]
+    first = states[-1].node if isinstance(states[-1], Element) else states[-1]
+    known = LayerNodes(len(states), _described(stack), _kind(first))
     if replacement is None:
-        return LayerNodes(len(pieces), _described(stack), _kind(pieces[0]))
+        return known
     window, roles = replacement.window, replacement.window.roles
-    sizes = [1 if axis is None else size_hint(axis.size) for axis in (roles.batch, roles.head, roles.value)]
-    batch, heads, value = sizes
-    return LayerNodes(
-        window.length,
-        _described(stack),
-        _kind(window.states[0].node),
-        _described(replacement.pool.node if replacement.pool else window.checkpoint.node),
-        _described(window.selection.node),
-        _described(replacement.writeback) if replacement.commits else None,
-        f"[{batch}, {window.length}, {heads}, {value}] float32",
+    batch, heads, value = (1 if a is None else size_hint(a.size) for a in (roles.batch, roles.head, roles.value))
+    return replace(
+        known,
+        checkpoint=_described(replacement.pool.node if replacement.pool else window.checkpoint.node),
+        selection=_described(window.selection.node),
+        writeback=_described(replacement.writeback) if replacement.commits else None,
+        record=f"[{batch}, {window.length}, {heads}, {value}] float32",
     )
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 import recoverssm_ops.ops as ops
-from compile_passes.find import candidates, match
-from compile_passes.index_notation import Axis, Element, element_of, unify
-from compile_passes.reasons import Refused
-from compile_passes.views import Unresolvable, piece_of, strip
+from compile_passes.index_notation import Axis, Digit, Element, element_of, same_size, shape, unify
+from compile_passes.replace import Replacement
+from compile_passes.views import strip
+from compile_passes.window import Window
 
 _VERIFY = [a.name for a in ops.kda_verify._schema.arguments]
 _RECORD = ("state", "state_indices", "u", "k", "g", "A_log", "dt_bias")
@@ -26,36 +28,37 @@ class Layout:
     row: int
     token: int
     state: tuple[int, int, int]
-    output: Node  # the first token's, which the rewrite replaces
 
 
-def layout_of(graph: Graph, states: Node) -> Layout | None:
-    """Read off the graph before it is rewritten; None for a layout that cannot be indexed by row and token."""
+def layout_of(window: Window, states: Node) -> Layout | None:
+    """Which dimension of ``states`` is what; None if they are not this window's, or are not indexed by row and token."""
+    roles, sizes = window.roles, shape(states)
+    if len(sizes) != 5:
+        return None
+    for token in (0, 1):
+        if not same_size(sizes[token], window.length):
+            continue
+        found = [_axes_of(states, token, t, window) for t in range(window.length)]
+        if None in found or any(f != found[0] for f in found):
+            continue
+        # An axis of size 1 has no name: what is left over is the row, or else the head.
+        rest = {d: axis for d, axis in enumerate(found[0]) if d != token}
+        missing = [d for d, axis in rest.items() if axis is None]
+        places = {axis: d for d, axis in rest.items() if axis is not None}
+        row = places[roles.batch] if roles.batch is not None else 1 - token
+        missing = [d for d in missing if d != row]
+        head = places[roles.head] if roles.head is not None else missing[0]
+        return Layout(row, token, (head, places[roles.value], places[roles.key]))
+    return None
+
+
+def _axes_of(states: Node, token: int, t: int, window: Window) -> list[Axis | None] | None:
+    """The window's axis for every dimension of ``states``, where its position ``t`` is the window's state ``t``."""
     element, axes = element_of(states)
-    element = strip(element)
-    if element.node not in candidates(graph):
-        return None
-    try:
-        window = match(graph, element.node)
-        which, inner = piece_of(element.node, element.index)
-    except (Refused, Unresolvable):
-        return None
-    roles = window.roles
-    names = unify(window.states[0], strip(Element(element.node.args[0][0], inner)))
-    if names is None or not isinstance(which, Axis) or len(axes) != 5:
-        return None
-    found = ["token" if a is which else names.get(a) for a in axes]
-    rest = {d: role for d, role in enumerate(found) if role != "token"}
-    order = [roles.batch, roles.head, roles.value, roles.key]
-    # An axis of size 1 has no name: the one left over is the head, or the row if that is missing too.
-    missing = [d for d, role in rest.items() if role not in order or role is None]
-    places = {}
-    for role in (roles.batch, roles.head):
-        given = [d for d, r in rest.items() if role is not None and r is role]
-        places[role if role is not None else f"none{len(places)}"] = given[0] if given else missing.pop(0)
-    row, head = places.values()
-    value, key = (next(d for d, r in rest.items() if r is role) for role in (roles.value, roles.key))
-    return Layout(row, found.index("token"), (head, value, key), window.outputs[0].node)
+    index = tuple((Digit(t, window.length),) if d == token else part for d, part in enumerate(element.index))
+    names = unify(window.states[t], strip(Element(states, index)))
+    same = strip(Element(states, index)).node is window.states[t].node
+    return [names.get(a) for a in axes] if names is not None and same else None
 
 
 @dataclass
@@ -70,18 +73,53 @@ class Record:
         return [self.arguments[name] for name in _RECORD if isinstance(self.arguments[name], Node)]
 
 
-def record_of(output: Node, layout: Layout) -> Record | None:
-    """``output``: what took the place of the first token's output; a view of what ``kda_verify`` returns."""
-    node = output
-    while node.target is not ops.kda_verify:
-        if not node.all_input_nodes:
-            return None
-        node = node.all_input_nodes[0]
-    arguments = dict(zip(_VERIFY, node.args, strict=True))
-    corrections = [n for n in node.users if n.args[1] == 1]
-    if not corrections:
-        return None
-    return Record({**arguments, "u": corrections[0]}, layout)
+class Records:
+    """Watches a rewrite (its ``around``), and notes the record that takes the place of each of ``states``."""
+
+    def __init__(self, states: list[Node]):
+        self.states = states
+        self.found: list[tuple[Node, Layout] | None] = [None] * len(states)
+
+    @contextmanager
+    def __call__(self, replacement: Replacement) -> Iterator[None]:
+        window = replacement.window
+        # The states of layers that were rewritten before are gone.
+        layouts = [None if states._erased else layout_of(window, states) for states in self.states]
+        outputs = [o.node for o in window.outputs if o is not None]
+        if not any(layouts) or not outputs:
+            yield
+            return
+        graph = outputs[0].graph
+        (end,) = graph.find_nodes(op="output")
+        with graph.inserting_before(end):
+            probe = graph.call_function(_probe, (outputs[0],))  # the edit puts what replaces it into its arguments
+        yield
+        verify = _verify_behind(probe.args[0])
+        graph.erase_node(probe)
+        for number, layout in enumerate(layouts):
+            if layout is not None and verify is not None:
+                self.found[number] = verify, layout
+
+    def records(self) -> list[Record | None]:
+        """Read off the finished graph: equal slots of several layers have become one by then."""
+        return [None if found is None else Record(_arguments(found[0]), found[1]) for found in self.found]
+
+
+def _probe(output: Tensor) -> None:
+    raise AssertionError("the probe is erased before anything runs")
+
+
+def _verify_behind(output: Node) -> Node | None:
+    """The ``kda_verify`` that ``output`` is a view of."""
+    while output.target is not ops.kda_verify and output.all_input_nodes:
+        output = output.all_input_nodes[0]
+    return output if output.target is ops.kda_verify else None
+
+
+def _arguments(verify: Node) -> dict[str, object]:
+    """What verify was given, and the corrections it returns: those of a layer that is committed are read."""
+    (u,) = [n for n in verify.users if n.args[1] == 1]
+    return {**dict(zip(_VERIFY, verify.args, strict=True)), "u": u}
 
 
 @dataclass

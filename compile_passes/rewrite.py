@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
@@ -21,8 +22,10 @@ from compile_passes.reasons import Refused
 from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch, Report
 
+Around = Callable[[Replacement], AbstractContextManager]
 
-def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False) -> Report:
+
+def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, around: Around = nullcontext) -> Report:
     """Replace per-position states by record and commit in a functional ATen graph, in place.
 
     Args:
@@ -30,6 +33,7 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False) ->
             Nodes carry fake values in ``meta["val"]``.
         merge_layers: commit all layers that are alike in one launch (``merge_commits.py``).
         check: compare every rewritten layer with the original on random inputs in float64 (``check.py``).
+        around: ``around(replacement)`` is a context in which that layer is edited.
 
     Returns:
         The report; layers that are not understood completely are left as they were.
@@ -44,7 +48,7 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False) ->
             report.layers.append(_refused(stack, refusal))
             continue
         layer = _matched(stack, replacement)
-        with checked(graph, replacement, layer.source) if check else nullcontext():
+        with around(replacement), checked(graph, replacement, layer) if check else nullcontext():
             replacement.apply(graph)
         stable_topological_sort(graph)
         _drop_unread(graph)
@@ -80,13 +84,16 @@ def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
     record = 4 * rows * window.length * value_heads * size_hint(roles.value.size)
     after = record if replacement.commits else record + state
     form = "commit" if replacement.commits else "recover"
-    before, origin = window.length * state, (module_name(stack), source_line(stack), nodes_of(stack, replacement))
+    before, origin = (
+        window.length * state,
+        (module_name(stack), source_line(stack), nodes_of(stack, window.states, replacement)),
+    )
     return LayerMatch(True, None, source_line(stack), stack.name, before, after, form, *origin)
 
 
 def _refused(stack: Node, refusal: Refused) -> LayerMatch:
     before = _bytes(stack)
-    seen, origin = refusal.node, (module_name(stack), source_line(stack), nodes_of(stack))
+    seen, origin = refusal.node, (module_name(stack), source_line(stack), nodes_of(stack, stack.args[0]))
     return LayerMatch(False, refusal.reason, source_line(seen), seen.name, before, before, None, *origin)
 
 

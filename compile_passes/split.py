@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from compile_passes.cut_graph import Half, cut
 from compile_passes.joint_graph import Call, Traced, outputs_and_states, rebuild, trace
 from compile_passes.log import log
-from compile_passes.recorded_states import Handover, Record, RecordedStates, layout_of, record_of
+from compile_passes.recorded_states import Handover, Record, RecordedStates, Records
 from compile_passes.report import Report
 from compile_passes.rewrite import rewrite
 
@@ -34,6 +34,7 @@ def split_step(
     *,
     dynamic: bool = False,
     backend: str | Callable | None = "inductor",
+    check: bool = False,
 ) -> SplitStep:
     """Rewrite the two halves of a speculative step together, so that records pass between them in place of states.
 
@@ -45,6 +46,7 @@ def split_step(
             objects as pool and slots, or own them as buffers of one module.
         dynamic: one graph for any size of the arguments' dimensions, where the model allows it; else one for each.
         backend: as for ``torch.compile``; None runs the rewritten graphs operator by operator.
+        check: compare every rewritten layer with the original while tracing, as :class:`RecoverSSMPass` does.
 
     Functions are traced with ``torch.export``: pools and weights have to be arguments, or belong to a module that is itself the
     half or whose method it is. A pair of ExportedPrograms is taken in place of functions.
@@ -58,7 +60,7 @@ def split_step(
     if any(programs) and not all(programs):
         raise TypeError("split_step takes two functions or two ExportedPrograms, not one of each")
     halves = [half.module() for half in (verify, commit)] if all(programs) else [verify, commit]
-    return SplitStep(*halves, dynamic, backend)
+    return SplitStep(*halves, dynamic, backend, check)
 
 
 @dataclass
@@ -122,8 +124,9 @@ class SplitStep:
         report: what the pass did with the halves that were traced last; None before.
     """
 
-    def __init__(self, verify: Callable, commit: Callable, dynamic: bool, backend: str | Callable | None):
+    def __init__(self, verify: Callable, commit: Callable, dynamic: bool, backend: str | Callable | None, check: bool):
         self._verify, self._commit, self._dynamic, self._backend = verify, commit, dynamic, backend
+        self._check = check
         self._graphs: list[Rewritten] = []
         self._plain: tuple | None = None  # arguments of a verify call that was not rewritten, and its states
         self.report: Report | None = None
@@ -210,17 +213,10 @@ class SplitStep:
         tensors: list[Tensor] = []
         calls = Call.of(verify_args, tensors), Call.of(commit_args, tensors)
         traced = trace(self._verify, self._commit, calls, tensors, self._dynamic)
-        layouts = [layout_of(traced.graph, states) for states in traced.states]
         boundary = [node.meta["val"] for node in traced.states]
-        (end,) = traced.graph.find_nodes(op="output")
-        count = len(end.args[0])
-        # Read by the graph's output too, the layers' outputs lead to what replaces them.
-        end.args = ((*end.args[0], *(layout.output for layout in layouts if layout)),)
-        self.report = rewrite(traced.graph)
-        outputs = iter(end.args[0][count:])
-        end.args = (end.args[0][:count],)
-        records = [record_of(next(outputs), layout) if layout else None for layout in layouts]
-        rewritten = Rewritten(calls, traced, records, boundary)
+        watched = Records(traced.states)
+        self.report = rewrite(traced.graph, check=self._check, around=watched)
+        rewritten = Rewritten(calls, traced, watched.records(), boundary)
         self._graphs.append(rewritten)
         left = [node for node in traced.states if node in set(traced.graph.nodes)]
         if left or traced.conflict:
@@ -231,7 +227,7 @@ class SplitStep:
                 traced.conflict or ", ".join(reasons) or "the states are not those of a window",
             )
             return
-        rewritten.halves = cut(traced, _nodes(records))
+        rewritten.halves = cut(traced, _nodes(rewritten.records))
         modules = [half.module for half in rewritten.halves]
         if self._backend is not None:
             modules = [torch.compile(m, backend=self._backend, dynamic=self._dynamic) for m in modules]

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from small_layer import STATE_RETURNED, make_inputs
 from spellings import Spelling, Step, inputs
-from test_pass_near_misses import CASES
 
 from compile_passes import REASONS, LayerMatch, Report, explain
 from compile_passes.draw import BARS, LETTER, WIDTH
@@ -69,8 +69,8 @@ def test_recovered_state_is_drawn_beside_the_record(path):
 
 
 def test_refused_layer_says_why_and_what_to_do(path):
-    reason, fn, make_inputs = CASES["state_returned"]
-    report = explain(fn, *make_inputs())
+    reason = "state_escapes"
+    report = explain(STATE_RETURNED, *make_inputs())
     _, texts, bars = drawn(report, path)
     found, _, cure = REASONS[reason].partition("; ")
     assert {f"left as it is: {reason}", found, f"cure: {cure}", f"seen at {report.layers[0].node}"} <= set(texts)

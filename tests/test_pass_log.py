@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from rewriting import run_rewritten
+from small_layer import MEAN_OF_STATES, STATE_RETURNED, make_inputs
 from spellings import Spelling, Step, inputs
-from test_pass_near_misses import CASES
 from torch._inductor import config
 
 from compile_passes import REASONS, explain, log
@@ -52,13 +52,13 @@ def test_info_is_a_line_for_every_layer_and_names_module_and_source(caplog):
 
 
 def test_info_says_why_a_layer_is_left_alone_and_debug_says_the_cure(caplog):
-    reason, fn, make_inputs = CASES["state_returned"]
+    reason = "state_escapes"
     with caplog.at_level(logging.DEBUG, "compile_passes"):
-        run_rewritten(fn, *make_inputs())
+        run_rewritten(STATE_RETURNED, *make_inputs())
     (line,) = messages(caplog, logging.INFO)
-    assert f"alone, {reason}: test_pass_near_misses.py:" in line
+    assert f"alone, {reason}: small_layer.py:" in line
     details = "\n".join(messages(caplog, logging.DEBUG))
-    assert REASONS[reason] in details and "states stacked at test_pass_near_misses.py:" in details
+    assert REASONS[reason] in details and "states stacked at small_layer.py:" in details
 
 
 def test_table_shows_modules():
@@ -79,14 +79,13 @@ def compile_and_run(fn, *args, grad=False):
 
 
 def test_b29_a_graph_without_any_rewritten_layer_is_a_warning_once(caplog):
-    reason, fn, make_inputs = CASES["state_returned"]
     for _ in range(2):
-        compile_and_run(fn, *make_inputs())
+        compile_and_run(STATE_RETURNED, *make_inputs())
     (line,) = messages(caplog, logging.WARNING)
-    assert "rewrote 0 layers" in line and f"{reason} at test_pass_near_misses.py:" in line
+    assert "rewrote 0 layers" in line and "state_escapes at small_layer.py:" in line
     assert "compile_passes.explain(fn, *args)" in line and "Gradients" not in line
 
-    compile_and_run(CASES["mean_of_states"][1], *make_inputs())
+    compile_and_run(MEAN_OF_STATES, *make_inputs())
     assert len(messages(caplog, logging.WARNING)) == 2, "other layers are another warning"
 
 

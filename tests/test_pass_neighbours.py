@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rewriting import copied
+from small_layer import make_inputs
 from spellings import Spelling, Step, inputs
 from torch import nn
 from torch._inductor import config
@@ -117,8 +118,6 @@ def test_a_break_inside_of_the_window_computes_the_same():
             graph_break(S)
         pool[slots] = torch.stack(states, 1)[torch.arange(len(slots)), n - 1]
         return torch.stack(outs, 1)
-
-    from test_pass_near_misses import make_inputs
 
     args, expected = make_inputs(T=2), make_inputs(T=2)
     with torch.no_grad(), recoverssm_passes() as added:
