@@ -44,7 +44,7 @@ def checked(graph: Graph, replacement: Replacement, layer: LayerMatch) -> Iterat
     exits = _exits(replacement)
     try:
         with _disable_current_modes():  # the compiler's fake tensors would take over the random ones
-            before, values = _before(replacement, list(exits.values()))
+            before, values, counts = _before(replacement, list(exits.values()))
     except TooFewSlots as error:
         log.warning("could not check the rewrite of %s: %s", name, error)
         yield
@@ -62,11 +62,10 @@ def checked(graph: Graph, replacement: Replacement, layer: LayerMatch) -> Iterat
         if old.dtype != new.dtype or list(map(size, old.shape)) != list(map(size, new.shape)):
             raise RewriteCheckError(_message(name, f"{what} became {new.dtype} {tuple(new.shape)}"))
     with _disable_current_modes():
-        try:
-            expected = before.run(values)
-        except Exception as error:
+        expected = _expected(before, values, counts, replacement)
+        if isinstance(expected, Exception):
             # Not the rewrite's fault: an operator without a CPU kernel, or an index that no random number hits.
-            log.warning("could not check the rewrite of %s, the original does not run by itself: %s", name, error)
+            log.warning("could not check the rewrite of %s, the original does not run by itself: %s", name, expected)
             return
         values |= {node: _random(node, torch.Generator()) for node in after.inputs if node not in values}  # sizes
         pairs = zip(exits, expected, after.run(values), strict=True)
@@ -91,6 +90,24 @@ def _difference(old: Tensor, new: Tensor) -> float:
     return ((old - new).norm() / old.norm().clamp_min(1e-30)).item() if old.shape == new.shape else math.inf
 
 
+def _expected(before: Piece, values: dict, counts: list[Node], replacement: Replacement) -> object:
+    """The original's results. Its integers are positions from 0 or counts from 1, whichever of them it takes."""
+    length, error = replacement.window.length, None
+    generator = torch.Generator().manual_seed(SEED)
+    for low in (0, 1):
+        for node in counts:
+            drawn = torch.randint(low, low + length, values[node].shape, generator=generator)
+            # Both ends occur, so that the wrong choice is an index outside.
+            drawn.view(-1)[:1] = low
+            drawn.view(-1)[1 - low :][-1:] = low + length - 1
+            values[node] = drawn.to(values[node].dtype)
+        try:
+            return before.run(values, replacement.pool and replacement.pool.node)
+        except Exception as raised:
+            error = raised
+    return error
+
+
 def _exits(replacement: Replacement) -> dict[str, Node]:
     """What the rest of the model reads of the layer."""
     window = replacement.window
@@ -113,8 +130,8 @@ def _exits(replacement: Replacement) -> dict[str, Node]:
     return exits
 
 
-def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[Node, object]]:
-    """The original layer, and a value for everything that it and the rewritten one read."""
+def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[Node, object], list[Node]]:
+    """The original layer, a value for everything that it and the rewritten one read, and its integers beside slots."""
     window, operands, pool = replacement.window, replacement.operands, replacement.pool
     state = pool.node if pool else window.checkpoint.node
     slots = pool.slots if pool else None
@@ -137,15 +154,12 @@ def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[No
         for node in _read(replacement, "g") & leaves:
             values[node] = -values[node].abs()
 
-    for node, value in values.items():
-        if isinstance(value, Tensor) and value.dtype not in (torch.float64, torch.bool) and node not in chosen:
-            # Tokens, and positions or counts: position -1 is the last one, so that 0 is a count too.
-            values[node] = torch.randint(window.length, value.shape, generator=generator).to(value.dtype)
     for node in chosen & values.keys():
         by_row = [d for d, index in enumerate(slots.index) if any(x.value is window.roles.batch for x in index)]
         dim = by_row[0] if by_row and node is slots.node else 0
         values[node] = _distinct(values, before, state, node, dim, node is slots.node, generator)
-    return before, values
+    kinds = {node: x.dtype for node, x in values.items() if isinstance(x, Tensor) and node not in chosen}
+    return before, values, [node for node, kind in kinds.items() if kind not in (torch.float64, torch.bool)]
 
 
 def _read(replacement: Replacement, *names: str) -> set[Node]:
@@ -153,19 +167,23 @@ def _read(replacement: Replacement, *names: str) -> set[Node]:
 
 
 def _integer_sources(exits: Iterable[Node], leaves: set[Node]) -> set[Node]:
-    """The integer and boolean tensors that ``exits`` depend on and that are inputs, or computed from floats."""
-    found, seen, todo = set(), set(), list(exits)
+    """The integers that ``exits`` depend on, where they are inputs, or computed from floats.
+
+    A condition belongs to what it decides about: in a softplus to the float arithmetic, in an acceptance to the integers.
+    """
+    found, seen, todo = set(), set(), [(node, False) for node in exits]
     while todo:
-        node = todo.pop()
+        node, counting = todo.pop()
         if node in seen or node in leaves:
             continue
         seen.add(node)
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        counted = isinstance(node.meta.get("val"), Tensor) and not dtype(node).is_floating_point
-        if counted and (node.op != "call_function" or any(dtype(n).is_floating_point for n in tensors)):
+        kind = dtype(node) if isinstance(node.meta.get("val"), Tensor) else torch.float32
+        counting = not kind.is_floating_point and (counting or kind != torch.bool)
+        if counting and (node.op != "call_function" or any(dtype(n).is_floating_point for n in tensors)):
             found.add(node)
         else:
-            todo += tensors
+            todo += [(n, counting) for n in tensors]
     return found
 
 

@@ -19,6 +19,7 @@ import recoverssm_ops.ops as ops
 from recoverssm_ops import portable
 
 PORTABLE = {ops.kda_verify: portable.verify, ops.kda_recover: portable.recover, ops.kda_commit: portable.commit}
+INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.gather.default, torch.ops.aten.index_select.default)
 COMMIT_ARGUMENTS = [a.name for a in ops.kda_commit._schema.arguments if a.name != "state"]
 
 
@@ -36,9 +37,14 @@ class Piece:
             copies[node] = self.graph.node_copy(node, lambda n: copies[n])
         self.graph.output(tuple(copies[node] for node in exits))
 
-    def run(self, values: dict[Node, object]) -> tuple[Tensor, ...]:
-        """The exits, in float64, from the values of ``inputs``."""
+    def run(self, values: dict[Node, object], wrapping: Node | None = None) -> tuple[Tensor, ...]:
+        """The exits, in float64, from the values of ``inputs``.
+
+        Raises IndexError for an index that counts from the end, except into ``wrapping``: in a flattened tensor that is
+        another row, and no position at all.
+        """
         interpreter = _Interpreter(GraphModule(torch.nn.Module(), self.graph))
+        interpreter.wrapping = None if wrapping is None else wrapping.name
         with torch.no_grad(), torch.autocast("cpu", enabled=False), _Double():
             return interpreter.run(*(values[node] for node in self.inputs))
 
@@ -65,6 +71,15 @@ def is_source(node: Node) -> bool:
 
 class _Interpreter(Interpreter):
     """Calls the portable form of the operators, so that the dispatch mode sees their arithmetic."""
+
+    wrapping: str | None
+
+    def run_node(self, n: Node) -> object:
+        if n.target in INDEXING and n.args[0].name != self.wrapping:
+            for index in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)[0][1:]):
+                if isinstance(index, Tensor) and not index.is_floating_point() and bool((index < 0).any()):
+                    raise IndexError(f"{n.name} counts from the end")
+        return super().run_node(n)
 
     def call_function(self, target, args: tuple, kwargs: dict) -> object:
         if target in (auto_functionalized, auto_functionalized_v2) and args == (ops.kda_commit,):

@@ -3,15 +3,18 @@
 import pytest
 import torch
 from rewriting import copied, run_rewritten
+from small_layer import layer, make_inputs, select, token
 from spellings import Spelling, Step, inputs
-from test_pass_near_misses import layer, make_inputs, plain_step
 from test_pass_spellings import PARTICULAR, SAMPLE
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.utils import _pytree as pytree
 
 import compile_passes.replace as replace
+import recoverssm_ops.ops as ops
 from compile_passes import RecoverSSMPass, RewriteCheckError, check, fold, recoverssm_passes
 from compile_passes.install import SLOT
-from compile_passes.operands import Operands
+
+aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +32,8 @@ def rewrite_checked(s: Spelling, caplog):
     return seen, messages
 
 
-# test_pass_spellings.py runs all of them with the check on.
-@pytest.mark.parametrize("spelling", [*SAMPLE[::8], *PARTICULAR[::3]], ids=str)
-def test_spelling_passes(spelling, caplog):
+@pytest.mark.parametrize("spelling", [*SAMPLE, *PARTICULAR], ids=str)
+def test_every_spelling_passes(spelling, caplog):
     seen, messages = rewrite_checked(spelling, caplog)
     assert seen.report.matched == spelling.layers
     assert sum("checked the rewrite" in m for m in messages) == spelling.layers
@@ -39,149 +41,147 @@ def test_spelling_passes(spelling, caplog):
 
 
 # --- what a broken pass would do ----------------------------------------------------------------------------------------
+# Each breaks the edited graph right after ``Replacement.apply``: one argument of an operator, or one node.
+
+VERIFY = [a.name for a in ops.kda_verify._schema.arguments]
 
 
-def after(method, change):
-    """The method with its result changed."""
-
-    def broken(*args, **kwargs):
-        return change(method(*args, **kwargs))
-
-    return broken
-
-
-def other_scale(monkeypatch):
-    monkeypatch.setattr(Operands, "_fold_gate", after_scaling(Operands._fold_gate))
-
-
-def after_scaling(method):
-    def broken(self):
-        self.scale *= 1.000001
-        return method(self)
+def verify_argument(name, change):
+    def broken(graph):
+        (node,) = graph.find_nodes(op="call_function", target=ops.kda_verify)
+        arguments = dict(zip(VERIFY, node.args, strict=True))
+        arguments[name] = change(graph, node, arguments[name])
+        node.args = tuple(arguments.values())
 
     return broken
 
 
-def bias_forgotten(monkeypatch):
-    monkeypatch.setattr(fold, "gate", after(fold.gate, lambda g: g and fold.Gate(g.g, g.A_log, None, g.lower_bound)))
+def commit_argument(name, change):
+    def broken(graph):
+        (node,) = graph.find_nodes(op="call_function", target=auto_functionalized_v2)
+        node.kwargs = {**node.kwargs, name: change(graph, node, node.kwargs[name])}
+
+    return broken
 
 
-def looser_epsilon(monkeypatch):
-    """Recognises norms that the operator does not compute."""
-    monkeypatch.setattr(fold, "L2NORM_EPS", 1e-5)
+def recover_argument(graph):
+    (node,) = graph.find_nodes(op="call_function", target=ops.kda_recover)
+    node.args = (*node.args[:4], before(graph, node, aten.sub.Tensor, node.args[4], 1), *node.args[5:])
 
 
-def one_token_further(monkeypatch):
-    def broken(self, method=replace.Replacement._num_accepted):
-        leaves, n = method(self)
-        return leaves, lambda u, tensors: n(u, tensors) + 1
-
-    monkeypatch.setattr(replace.Replacement, "_num_accepted", broken)
-
-
-def always_the_last_token(monkeypatch):
-    def broken(self, method=replace.Replacement._num_accepted):
-        leaves, n = method(self)
-        return leaves, lambda u, tensors: torch.full_like(n(u, tensors), self.window.length)
-
-    monkeypatch.setattr(replace.Replacement, "_num_accepted", broken)
+def before(graph, node, target, *args):
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args)
+    new.meta["val"] = next(a for a in args if isinstance(a, torch.fx.Node)).meta["val"]
+    return new
 
 
-def negative_slots_are_padding(monkeypatch):
-    def broken(self, values):
-        pool = values.tensors[self.pool.node]
-        return pool, values.integer(self.pool.slots, [self.window.roles.batch])
-
-    monkeypatch.setattr(replace.Replacement, "_checkpoints", broken)
+def flipped(graph, node, x):
+    return before(graph, node, aten.flip.default, x, [1])
 
 
-def tokens_backwards(monkeypatch):
-    def broken(self, values, name, method=Operands.tensor):
-        x = method(self, values, name)
-        return x.flip(1) if name == "v" else x
-
-    monkeypatch.setattr(Operands, "tensor", broken)
+def slots_as_given(graph, node, rows):
+    """Without the arithmetic that makes a slot that counts from the end a slot, and no padding."""
+    assert rows.target is aten.where.self
+    return rows.args[2]
 
 
-def outputs_stacked_backwards(monkeypatch):
+def outputs_stacked_backwards(graph):
     """The tokens' outputs are right one by one, and wrong where the model stacks them."""
-
-    def broken(element, axes, method=replace._view):
-        stacked = any(axis is not None and axis.name == "t" for axis in axes)
-        view = method(element, axes)
-        return (lambda x: view(x).flip(1)) if stacked else view
-
-    monkeypatch.setattr(replace, "_view", broken)
+    (end,) = graph.find_nodes(op="output")
+    (view,) = [n for n in end.args[0] if n.meta["val"].shape == (3, 3, 2, 6)]
+    whole = view.args[0]  # Inductor stacks by cat and view
+    backwards = flipped(graph, whole.next, whole)
+    whole.replace_all_uses_with(backwards, delete_user_cb=lambda user: user is not backwards)
 
 
-EPSILON = layer(
-    lambda S, q, k, v, g, beta: plain_step(
-        S, *(x * torch.rsqrt(x.square().sum(-1, True) + 1e-5) for x in (q, k)), v, g, beta
-    )
-)
+BROKEN = {
+    "other_scale": (verify_argument("scale", lambda g, n, x: x * 1.000001), "output of token 0 by 1e-06"),
+    "norm_forgotten": (verify_argument("use_qk_l2norm_in_kernel", lambda g, n, x: False), "output of token 0"),
+    "bias_forgotten": (verify_argument("dt_bias", lambda g, n, x: None), "output of token 0"),
+    "beta_doubled": (verify_argument("allow_neg_eigval", lambda g, n, x: True), "output of token 0"),
+    "other_gate": (verify_argument("lower_bound", lambda g, n, x: -5.0), "output of token 0"),
+    "values_backwards": (verify_argument("v", flipped), "output of token"),
+    "q_for_k": (verify_argument("k", lambda g, n, x: n.args[0]), "output of token 0"),
+    "negative_slots_are_padding": (verify_argument("state_indices", slots_as_given), "output of token 0"),
+    "one_token_less": (commit_argument("length", lambda g, n, x: before(g, n, aten.sub.Tensor, x, 1)), "pool"),
+    "commit_without_bias": (commit_argument("dt_bias", lambda g, n, x: None), "pool"),
+    "commit_without_norm": (commit_argument("use_qk_l2norm_in_kernel", lambda g, n, x: False), "pool"),
+    "other_slots": (commit_argument("dest", lambda g, n, x: before(g, n, aten.flip.default, x, [0])), "pool"),
+}
 
 
-@pytest.mark.parametrize(
-    ("broken", "where"),
-    [
-        (other_scale, "output of token 0"),
-        (bias_forgotten, "output of token 0"),
-        (one_token_further, "pool"),
-        (always_the_last_token, "pool"),
-        (negative_slots_are_padding, "pool"),
-        (tokens_backwards, "output of token"),
-        (outputs_stacked_backwards, r"differs from the original .*: outputs \("),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
+def break_with(monkeypatch, broken):
+    def apply(self, graph, method=replace.Replacement.apply):
+        method(self, graph)
+        broken(graph)
+
+    monkeypatch.setattr(replace.Replacement, "apply", apply)
+
+
+@pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_b29_a_broken_rewrite_is_caught(broken, where, dynamic, monkeypatch):
+def test_b29_a_broken_rewrite_is_caught(name, dynamic, monkeypatch):
+    broken, where = BROKEN[name]
     s = Spelling(gate="unbounded")
-    broken(monkeypatch)
+    break_with(monkeypatch, broken)
     with pytest.raises(Exception, match=rf"(?s)RewriteCheckError.*spellings\.py:.*{where}"):
         run_rewritten(Step(s), *inputs(s), dynamic=dynamic, check=True)
 
 
-def test_a_difference_below_float32_rounding_is_caught(monkeypatch):
-    looser_epsilon(monkeypatch)
-    with pytest.raises(Exception, match=r"RewriteCheckError.*output of token 0 by \d(\.\d)?e-0[67]"):
-        run_rewritten(EPSILON, *make_inputs(), check=True)
-
-
-def test_without_the_check_the_broken_rewrite_goes_unseen(monkeypatch):
-    one_token_further(monkeypatch)
+def test_without_the_check_a_broken_rewrite_goes_unseen(monkeypatch):
+    break_with(monkeypatch, BROKEN["one_token_less"][0])
     assert run_rewritten(Step(Spelling(T=2)), *inputs(Spelling(T=2)))[1].report.matched == 1
 
 
-@pytest.mark.parametrize("checkpoint", ["functional", "buffer"])
-def test_a_broken_selected_state_is_caught(checkpoint, monkeypatch):
-    s = Spelling(checkpoint=checkpoint)
-    one_token_further(monkeypatch)
-    what = "selected state" if checkpoint == "functional" else "pool"
-    with pytest.raises(Exception, match=f"RewriteCheckError.*{what} by"):
+def test_a_broken_recovered_state_is_caught(monkeypatch):
+    s = Spelling(checkpoint="functional")
+    break_with(monkeypatch, recover_argument)
+    with pytest.raises(Exception, match=r"RewriteCheckError.*selected state by"):
         run_rewritten(Step(s), *inputs(s), check=True)
+
+
+def test_stacked_outputs_are_checked_as_the_model_stacks_them(monkeypatch):
+    break_with(monkeypatch, outputs_stacked_backwards)
+    with pytest.raises(Exception, match=r"RewriteCheckError.*in float64\): outputs \("):
+        run_rewritten(Step(Spelling()), *inputs(Spelling()), check=True)
+
+
+def test_a_difference_below_float32_rounding_is_caught(monkeypatch):
+    """A pass that took 1e-5 for the operator's 1e-6 under the root."""
+
+    def normalised(S, q, k, v, g, beta):
+        return token(S, *(x * torch.rsqrt(x.square().sum(-1, True) + 1e-5) for x in (q, k)), v, g, beta)
+
+    monkeypatch.setattr(fold, "L2NORM_EPS", 1e-5)
+    with pytest.raises(Exception, match=r"RewriteCheckError.*output of token 0 by \d(\.\d)?e-0[67]"):
+        run_rewritten(layer(normalised), *make_inputs(), check=True)
 
 
 # --- what a user of it relies on ----------------------------------------------------------------------------------------
 
 
 def test_inputs_that_are_computed_twice_are_one_value(caplog):
-    """Correction and update each normalise the key: the check must not take the two for independent values."""
+    """Correction and update each scale the key: the check must not take the two for independent values."""
 
-    def step(S, q, k, v, g, beta):
+    def twice(S, q, k, v, g, beta):
         S = S * g.exp().unsqueeze(-2)
         u = beta.unsqueeze(-1) * (v - (S * (k * 1.5).unsqueeze(-2)).sum(-1))
-        return S + u.unsqueeze(-1) * (k * 1.5).unsqueeze(-2), (S * 0).sum(-1)
-
-    def with_output(S, q, k, v, g, beta):
-        S, _ = step(S, q, k, v, g, beta)
+        S = S + u.unsqueeze(-1) * (k * 1.5).unsqueeze(-2)
         return S, (S * q.unsqueeze(-2)).sum(-1)
 
-    def slots_computed_twice(pool, slots, *rest):
-        return layer(with_output)(pool, slots * 1, *rest)
+    def slots_computed_twice(pool, slots, q, k, v, g, beta, n):
+        S, outs, states = pool[slots // 2 * 2], [], []
+        for t in range(q.shape[1]):
+            S, o = twice(S, q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t])
+            outs.append(o)
+            states.append(S)
+        pool[slots // 2 * 2] = select(torch.stack(states, 1), n)
+        return torch.stack(outs, 1)
 
+    pool, _, *rest = make_inputs()
     with caplog.at_level("DEBUG", "compile_passes"):
-        _, seen = run_rewritten(slots_computed_twice, *make_inputs(), check=True)
+        _, seen = run_rewritten(slots_computed_twice, pool, torch.tensor([4, 0, 2]), *rest, check=True)
     assert seen.report.matched == 1 and "checked the rewrite" in caplog.text
 
 
@@ -199,7 +199,7 @@ def test_values_and_random_state_are_left_alone():
 
 
 def test_the_same_numbers_every_time(monkeypatch):
-    one_token_further(monkeypatch)
+    break_with(monkeypatch, BROKEN["one_token_less"][0])
 
     def message() -> str:
         with pytest.raises(Exception, match="RewriteCheckError") as caught:
@@ -219,15 +219,15 @@ def test_a_large_pool_is_not_copied_whole(monkeypatch, caplog):
 
 
 def after_noting(run, used):
-    def noting(self, values):
+    def noting(self, values, *rest):
         used.extend(x.shape for x in values.values() if isinstance(x, torch.Tensor) and x.ndim == 4)
-        return run(self, values)
+        return run(self, values, *rest)
 
     return noting
 
 
 def test_original_that_does_not_run_by_itself_is_a_warning(monkeypatch, caplog):
-    def fails(self, values):
+    def fails(self, *values):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(check.Piece, "run", fails)
@@ -241,7 +241,7 @@ def test_b26_uuid_tells_a_checked_graph_from_an_unchecked_one():
 
 
 def test_context_takes_the_option(monkeypatch):
-    one_token_further(monkeypatch)
+    break_with(monkeypatch, BROKEN["one_token_less"][0])
     s = Spelling(T=2)
     with torch.no_grad(), recoverssm_passes(check=True), pytest.raises(Exception, match="RewriteCheckError"):
         torch.compile(Step(s))(*inputs(s))
