@@ -287,6 +287,15 @@ def test_indexing_rebuilds_the_states(rows, positions, checkpoint, device):
     assert "RecordedStates" in repr(kept)
 
 
+def test_halves_traced_with_the_check_on(caplog):
+    s = Spelling(T=2, layers=2)
+    split = split_step(*halves(s), backend=None, check=True)
+    states, layers, slots, n = inputs(s)
+    with caplog.at_level("DEBUG", "compile_passes"):
+        assert split.prepare((states, layers, slots), (n, states, slots)).matched == 2
+    assert caplog.text.count("checked the rewrite") == 2
+
+
 def test_derived_sizes_are_checked():
     """The fitting of sizes knows that twice the batch is twice the batch."""
     s = Spelling(T=2)
