@@ -3,13 +3,27 @@
 torch.compile(step, backend="recoverssm")          # Inductor with the pass
 with recoverssm_passes(): ...                      # beside the passes of other libraries
 print(explain(step, *args))                        # what is rewritten, and why not
+verify, commit = split_step(verify, commit)        # where acceptance is decided between two functions
 """
 
+from compile_passes.check import RewriteCheckError
 from compile_passes.explain import explain
 from compile_passes.install import recoverssm_passes
 from compile_passes.reasons import REASONS
 from compile_passes.recover_pass import RecoverSSMPass
 from compile_passes.report import LayerMatch, Report
 from compile_passes.rewrite import rewrite
+from compile_passes.split import SplitStep, split_step
 
-__all__ = ["REASONS", "LayerMatch", "RecoverSSMPass", "Report", "explain", "recoverssm_passes", "rewrite"]
+__all__ = [
+    "REASONS",
+    "LayerMatch",
+    "RecoverSSMPass",
+    "Report",
+    "RewriteCheckError",
+    "SplitStep",
+    "explain",
+    "recoverssm_passes",
+    "rewrite",
+    "split_step",
+]

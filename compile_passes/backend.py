@@ -7,7 +7,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from compile_passes.install import SLOT
+from compile_passes.log import warn_if_nothing_was_rewritten
 from compile_passes.recover_pass import RecoverSSMPass
+from compile_passes.report import Report
 
 
 def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None):
@@ -15,9 +17,18 @@ def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None
 
     Args:
         mode: as in ``torch.compile`` for Inductor: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
-        options: Inductor options, over those of the mode. A pass in the post-grad slot keeps running, before ours.
+        options: Inductor options, over those of the mode. A pass in the post-grad slot keeps running, before ours;
+            a :class:`RecoverSSMPass` there (with options of its own) is the one that runs.
+
+    A graph of which nothing is rewritten is a warning of the logger ``compile_passes``, once. (Not where a compile cache
+    answers: the pass does not run then.)
     """
     patches = dict(list_mode_options(mode)) if mode else {}
     patches.update(options or {})
-    patches[SLOT] = RecoverSSMPass(then=patches.get(SLOT, getattr(config, SLOT)))
-    return compile_fx(gm, example_inputs, config_patches=patches)
+    installed = patches.get(SLOT, getattr(config, SLOT))
+    added = installed if isinstance(installed, RecoverSSMPass) else RecoverSSMPass(then=installed)
+    patches[SLOT], before = added, len(added.reports)
+    compiled = compile_fx(gm, example_inputs, config_patches=patches)
+    if reports := added.reports[before:]:  # several, where the graph has nested regions
+        warn_if_nothing_was_rewritten(Report([layer for report in reports for layer in report.layers]))
+    return compiled

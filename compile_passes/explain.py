@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from compile_passes.index_notation import size_hint
 from compile_passes.recover_pass import check_views
@@ -23,7 +26,8 @@ def explain(fn: Callable, *args, dynamic: bool | None = None, **kwargs) -> Repor
     """Trace ``fn`` as ``torch.compile`` would, up to the pass, and report layer by layer what is rewritten.
 
     No kernel is generated and none is run: inputs, buffers and pools keep their values. Where ``fn`` has several graphs, the
-    later ones are traced with zeros in place of the results of the earlier ones.
+    later ones are traced with zeros in place of the results of the earlier ones, and what stands between them is run: arguments
+    and the module's tensors are then copied beforehand, and restored.
 
     Args:
         fn: a function or module, as for ``torch.compile``.
@@ -36,9 +40,11 @@ def explain(fn: Callable, *args, dynamic: bool | None = None, **kwargs) -> Repor
     report = Report()
 
     def inner_compile(gm: GraphModule, example_inputs: list, **settings):
-        view_to_reshape(gm)
-        check_views(gm.graph)
-        report.layers += rewrite(gm.graph).layers
+        # Nested regions are graphs of their own, before the one that calls them.
+        for module in reversed([m for m in gm.modules() if isinstance(m, GraphModule)]):
+            view_to_reshape(module)
+            check_views(module.graph)
+            report.layers += rewrite(module.graph).layers
         (outputs,) = gm.graph.find_nodes(op="output")
         results = torch.fx.map_arg(outputs.args[0], lambda node: _zeros(node.meta["val"]))
 
@@ -62,8 +68,32 @@ def explain(fn: Callable, *args, dynamic: bool | None = None, **kwargs) -> Repor
     traced.__code__ = traced.__code__.replace(co_name="explained")
     unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
     with torch.no_grad(), torch._dynamo.config.patch(**unlimited):
-        torch.compile(traced, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        try:
+            torch.compile(traced, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **kwargs)
+        except TorchDynamoException:
+            # Not one graph. Dynamo runs what it cannot trace, a whole window where the break is in its loop.
+            report.layers.clear()
+            with _restored(_tensors(fn, args, kwargs)):
+                torch.compile(traced, backend=backend, dynamic=dynamic)(*args, **kwargs)
     return report
+
+
+def _tensors(fn: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    held = [*owner.parameters(), *owner.buffers()] if isinstance(owner, nn.Module) else []
+    return [x for x in (*pytree.tree_leaves((args, kwargs)), *held) if isinstance(x, Tensor)]
+
+
+@contextmanager
+def _restored(tensors: list[Tensor]) -> Iterator[None]:
+    """Whatever is written to ``tensors`` inside is undone."""
+    saved = [(x, x.clone()) for x in tensors]
+    try:
+        yield
+    finally:
+        for x, value in saved:
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                x.copy_(value)
 
 
 def _zeros(value: object) -> object:

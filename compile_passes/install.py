@@ -13,7 +13,7 @@ SLOT = "post_grad_custom_pre_pass"
 
 
 @contextmanager
-def recoverssm_passes() -> Iterator[RecoverSSMPass]:
+def recoverssm_passes(*, merge_layers: bool = False, check: bool = False) -> Iterator[RecoverSSMPass]:
     """Append :class:`RecoverSSMPass` to the post-grad passes, and restore the configuration afterwards.
 
     A pass that another library installed keeps running, before ours. ``torch.compile`` is lazy: the first call of the
@@ -22,7 +22,10 @@ def recoverssm_passes() -> Iterator[RecoverSSMPass]:
         with recoverssm_passes():
             step = torch.compile(step)
             step(*args)
+
+    Args:
+        merge_layers, check: options of :class:`RecoverSSMPass`.
     """
-    added = RecoverSSMPass(then=getattr(config, SLOT))
+    added = RecoverSSMPass(then=getattr(config, SLOT), merge_layers=merge_layers, check=check)
     with config.patch({SLOT: added}):
         yield added

@@ -24,24 +24,33 @@ class RecoverSSMPass(CustomGraphPass):
 
         torch.compile(step, options={"post_grad_custom_pre_pass": RecoverSSMPass()})
 
-    A compile cache hit skips the pass, so nothing a program relies on happens in it; ``last_report`` is for inspection of
-    the graph that was really compiled. :func:`compile_passes.explain` reports whatever the caches hold.
+    A compile cache hit skips the pass, so nothing a program relies on happens in it; ``reports`` (and ``last_report``) are for
+    inspection of the graphs that were really compiled. :func:`compile_passes.explain` reports whatever the caches hold.
 
     Args:
         then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
         merge_layers: commit all layers that are alike in one launch. Off until it has been measured on a GPU.
+        check: compare every rewritten layer with the original, on random inputs in float64 on the CPU, and raise
+            :class:`RewriteCheckError` where they differ. It costs the states of all window positions in float64, a layer at a
+            time, and looks at no tensor of the model. A compile cache hit was checked when it was made.
     """
 
-    def __init__(self, then: object = None, *, merge_layers: bool = False):
+    def __init__(self, then: object = None, *, merge_layers: bool = False, check: bool = False):
         self.then = then
         self.merge_layers = merge_layers
-        self.last_report: Report | None = None
+        self.check = check
+        self.reports: list[Report] = []
 
     def __call__(self, graph: Graph) -> None:
         for other in self.others:
             other(graph)
         check_views(graph)
-        self.last_report = rewrite(graph, merge_layers=self.merge_layers)
+        report = rewrite(graph, merge_layers=self.merge_layers, check=self.check)
+        self.reports.append(report)
+
+    @property
+    def last_report(self) -> Report | None:
+        return self.reports[-1] if self.reports else None
 
     @property
     def others(self) -> tuple:
@@ -56,7 +65,7 @@ class RecoverSSMPass(CustomGraphPass):
 
     def _hash(self) -> str:
         """Of everything that decides what the pass produces; schemas are not part of Inductor's own key."""
-        digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers}".encode())
+        digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers} {self.check}".encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
         for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS):

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from compile_passes.check import checked
 from compile_passes.dedupe import dedupe_integers
 from compile_passes.find import Window, candidates, match
 from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
+from compile_passes.layer_nodes import nodes_of
+from compile_passes.log import log_layer
 from compile_passes.merge_commits import merge_commits
+from compile_passes.origin import module_name
 from compile_passes.reasons import Refused
 from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch, Report
 
-log = logging.getLogger("compile_passes")
+Around = Callable[[Replacement], AbstractContextManager]
 
 
-def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
+def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, around: Around = nullcontext) -> Report:
     """Replace per-position states by record and commit in a functional ATen graph, in place.
 
     Args:
         graph: as in Inductor's ``post_grad_custom_pre_pass``, or of an ExportedProgram after ``run_decompositions()``.
             Nodes carry fake values in ``meta["val"]``.
         merge_layers: commit all layers that are alike in one launch (``merge_commits.py``).
+        check: compare every rewritten layer with the original on random inputs in float64 (``check.py``).
+        around: ``around(replacement)`` is a context in which that layer is edited.
 
     Returns:
         The report; layers that are not understood completely are left as they were.
@@ -38,17 +45,18 @@ def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
             # what it reads may be an output, or a pool, of this one.
             replacement = Replacement(match(graph, stack))
         except Refused as refusal:
-            log.info("refused %s at %s: %s", stack.name, refusal.node.name, refusal)
             report.layers.append(_refused(stack, refusal))
             continue
         layer = _matched(stack, replacement)
-        replacement.apply(graph)
+        with around(replacement), checked(graph, replacement, layer) if check else nullcontext():
+            replacement.apply(graph)
         stable_topological_sort(graph)
         _drop_unread(graph)
         if stack in graph.find_nodes(op="call_function", target=stack.target):
             raise AssertionError(f"states are still used after the rewrite: {stack.name}")
-        log.info("rewrote %s", stack.name)
         report.layers.append(layer)
+    for layer in report.layers:
+        log_layer(layer)
     if report.matched:
         dedupe_integers(graph)
         if merge_layers:
@@ -76,12 +84,17 @@ def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
     record = 4 * rows * window.length * value_heads * size_hint(roles.value.size)
     after = record if replacement.commits else record + state
     form = "commit" if replacement.commits else "recover"
-    return LayerMatch(True, None, source_line(stack), stack.name, window.length * state, after, form)
+    before, origin = (
+        window.length * state,
+        (module_name(stack), source_line(stack), nodes_of(stack, window.states, replacement)),
+    )
+    return LayerMatch(True, None, source_line(stack), stack.name, before, after, form, *origin)
 
 
 def _refused(stack: Node, refusal: Refused) -> LayerMatch:
     before = _bytes(stack)
-    return LayerMatch(False, refusal.reason, source_line(refusal.node), refusal.node.name, before, before)
+    seen, origin = refusal.node, (module_name(stack), source_line(stack), nodes_of(stack, stack.args[0]))
+    return LayerMatch(False, refusal.reason, source_line(seen), seen.name, before, before, None, *origin)
 
 
 def _bytes(node: Node) -> int:
