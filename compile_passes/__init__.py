@@ -6,10 +6,23 @@ print(explain(step, *args))                        # what is rewritten, and why 
 """
 
 from compile_passes.explain import explain
+from compile_passes.export_load import load_step
+from compile_passes.export_step import ExportedStep, export_step
 from compile_passes.install import recoverssm_passes
 from compile_passes.reasons import REASONS
 from compile_passes.recover_pass import RecoverSSMPass
 from compile_passes.report import LayerMatch, Report
 from compile_passes.rewrite import rewrite
 
-__all__ = ["REASONS", "LayerMatch", "RecoverSSMPass", "Report", "explain", "recoverssm_passes", "rewrite"]
+__all__ = [
+    "REASONS",
+    "ExportedStep",
+    "LayerMatch",
+    "RecoverSSMPass",
+    "Report",
+    "explain",
+    "export_step",
+    "load_step",
+    "recoverssm_passes",
+    "rewrite",
+]
