@@ -112,11 +112,11 @@ class Emitter:
                 graph.call_function(aten.copy_.default, (self.env[pool.node], self.env[pool.final]))
         named = dict(outputs)
         if pools == "functional":
-            named |= {pool.name: ("pool", pool.final) for pool in finals}
+            named |= {f"{pool.name}_new": ("pool", pool.final) for pool in finals}
         if not named:
             # A program without results cannot be saved (tested on torch 2.13); it returns what it was given first.
             first, (name, role) = next(iter(inputs.items()))
-            named = {name: (role, first)}
+            named = {f"{name}_out": (role, first)}
         values = [self.env[node] for _, node in named.values()]
         given = {self.env[node] for node in inputs}
         graph.output(tuple(graph.call_function(aten.clone.default, (x,)) if x in given else x for x in values))

@@ -55,10 +55,10 @@ def pools_of(step: nn.Module) -> dict[str, Tensor]:
 
 
 def run_program(exported: ExportedStep, name: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs by name; ``values`` holds at least the inputs."""
+    """Outputs by name (new pools by the pool's); ``values`` holds at least the inputs."""
     described = exported.manifest.programs[name]
     outputs = getattr(exported, name).module()(*(values[port["name"]] for port in described["inputs"]))
-    return {port["name"]: x for port, x in zip(described["outputs"], outputs, strict=True)}
+    return {port["name"].removesuffix("_new"): x for port, x in zip(described["outputs"], outputs, strict=True)}
 
 
 def named_inputs(exported: ExportedStep, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
