@@ -4,7 +4,12 @@ They are the algorithms of ``portable.py``, which are the CPU kernels, too: a pr
 operators compute on the CPU, without this library.
 """
 
+import operator
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from recoverssm_ops import conv_ops, layers_ops, ops, portable, portable_conv
 
@@ -35,3 +40,34 @@ MUTATING = {
     layers_ops.causal_conv1d_commit_layers: _conv_commit_layers,
 }
 PORTABLE = {**PURE, **MUTATING}
+
+
+def _running(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A scan along a window as one operation a token: some runtimes have no scans, and windows are short."""
+
+    def scan(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        total, totals = None, []
+        for piece in (x if dtype is None else x.to(dtype)).unbind(dim):
+            total = piece if total is None else combine(total, piece)
+            totals.append(total)
+        return torch.stack(totals, dim)
+
+    return scan
+
+
+running_sum, running_product = _running(operator.add), _running(operator.mul)
+
+
+def without_mutation(program: ExportedProgram, table: dict, runtime: str) -> ExportedProgram:
+    """The program decomposed by ``table``. Raises ValueError if it updates a pool in place, which ``runtime`` cannot."""
+    program = program.run_decompositions(table)
+    signature = program.graph_signature
+    mutated = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if mutated or any(node.args and node.args[0] in MUTATING for node in program.graph.nodes):
+        what = f"updates {', '.join(mutated)} in place" if mutated else "calls a commit operator"
+        raise ValueError(
+            f"the program {what}, and {runtime} has no mutation: export it with compile_passes.export_step(..., "
+            "functional=True, portable=True), which takes pools as inputs and returns their new contents, or use "
+            "kda_recover in place of kda_commit"
+        )
+    return program

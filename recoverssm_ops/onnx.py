@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from recoverssm_ops.decompositions import MUTATING, PURE
+from recoverssm_ops.decompositions import PURE, running_product, without_mutation
 
 
 def export(
@@ -34,31 +34,12 @@ def export(
     Raises:
         ValueError: the program updates a pool in place, or calls an operator that does. ONNX has no mutation.
     """
-    program = program.run_decompositions({**PURE, **_MISSING})
-    signature = program.graph_signature
-    mutated = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-    if mutated or any(node.args and node.args[0] in MUTATING for node in program.graph.nodes):
-        what = f"updates {', '.join(mutated)} in place" if mutated else "calls a commit operator"
-        raise ValueError(
-            f"the program {what}, and ONNX has no mutation: export it with compile_passes.export_step(..., "
-            "functional=True, portable=True), which takes pools as inputs and returns their new contents, or use "
-            "kda_recover in place of kda_commit"
-        )
+    program = without_mutation(program, {**PURE, **_MISSING}, "ONNX")
     options = {"input_names": input_names, "output_names": output_names, "opset_version": opset_version}
     converted = torch.onnx.export(program, dynamo=True, verbose=False, **options)
     if path is not None:
         converted.save(path)
     return converted
-
-
-def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """ONNX has no running product; over a window it is a product a token. (PyTorch's own decomposition ends in
-    ``prims.prod``, which its exporter does not know: tried on torch 2.13.)"""
-    total, totals = None, []
-    for piece in (x if dtype is None else x.to(dtype)).unbind(dim):
-        total = piece if total is None else total * piece
-        totals.append(total)
-    return torch.stack(totals, dim)
 
 
 def _where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -68,5 +49,6 @@ def _where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (condition & x) | (~condition & y)
 
 
-# What acceptance in a model uses, and ONNX or its exporter lacks.
-_MISSING = {torch.ops.aten.cumprod.default: _cumprod, torch.ops.aten.where.self: _where}
+# What acceptance in a model uses, and ONNX lacks. (PyTorch's own decomposition of cumprod ends in prims.prod, which its
+# exporter does not know: tried on torch 2.13.)
+_MISSING = {torch.ops.aten.cumprod.default: running_product, torch.ops.aten.where.self: _where}

@@ -8,6 +8,7 @@ import torch
 from test_pass_model import speculative_step
 from torch import Tensor, nn
 
+import recoverssm_ops as rs
 from compile_passes import ExportedStep, export_step
 from models.decode import example_inputs
 
@@ -33,9 +34,21 @@ def step_inputs(batch: int = 3, seed: int = 0) -> tuple[Tensor, ...]:
     return window, forced.clone(), forced, positions, slots, torch.zeros(batch), *noise
 
 
-def export_small(step: nn.Module, *, dynamic: bool = False, **options) -> ExportedStep:
+class Operators(nn.Module):
+    """A model that calls the operators itself and asks for the state rather than committing it."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, pool, slots, q, k, v, g, beta, num_accepted):
+        o, record = rs.kda_verify(q, k, v, g, beta, pool, slots, **self.options)
+        return o, rs.kda_recover(pool[slots], record, num_accepted)
+
+
+def export_small(step: nn.Module, *, dynamic: bool = False, device: str = "cpu", **options) -> ExportedStep:
     shapes = None
-    inputs = example_inputs(3, T - 1, 256, "cpu")
+    inputs = example_inputs(3, T - 1, 256, device)
     if dynamic:
         batch = torch.export.Dim("batch", min=2, max=SLOTS)
         shapes = tuple({0: batch} for _ in inputs)

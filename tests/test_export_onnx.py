@@ -3,6 +3,7 @@
 import pytest
 import torch
 from exporting import (
+    Operators,
     assert_same_step,
     export_small,
     named_inputs,
@@ -14,7 +15,6 @@ from exporting import (
 from test_export_step import function_inputs
 from test_ops_export import fresh_process
 
-import recoverssm_ops as rs
 import recoverssm_ops.onnx
 
 for needed in ("onnx", "onnxscript"):
@@ -52,18 +52,6 @@ def test_whole_step_and_halves_with_dynamic_batch(tmp_path):
         halves = run(verify, values)
         pools = run(commit, values | halves | {"num_accepted": halves["result_1"]})
         assert_same_step([halves["result_0"], halves["result_1"]], pools, expected, after)
-
-
-class Operators(torch.nn.Module):
-    """A model that calls the operators itself and asks for the state rather than committing it."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.options = options
-
-    def forward(self, pool, slots, q, k, v, g, beta, num_accepted):
-        o, record = rs.kda_verify(q, k, v, g, beta, pool, slots, **self.options)
-        return o, rs.kda_recover(pool[slots], record, num_accepted)
 
 
 GATES = {
