@@ -23,8 +23,11 @@ def compile_package(exported: ExportedStep, name: str, path: Path, inductor_conf
     emitted, manifest = exported.emitted[name], exported.manifest
     if any(node.target in OPERATORS for node in emitted.program.graph.nodes):
         raise ExportError(
-            f"{name} calls operators that are registered from Python, which a package cannot; export with portable=True"
+            f"{name} calls operators that are registered from Python, which a package cannot; export with portable=True, or "
+            "on CUDA with triton=True"
         )
+    if manifest.operators == "triton" and manifest.device != "cuda":
+        raise ExportError(f"the Triton kernels run on CUDA, but {name} was exported on {manifest.device}")
     described = manifest.programs[name]
     metadata = {
         "recoverssm.program": name,

@@ -87,6 +87,7 @@ def load_step(
     dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
     aot_inductor: bool = False,
+    run_single_threaded: bool = False,
 ) -> LoadedStep:
     """Load what :meth:`ExportedStep.save` wrote.
 
@@ -94,6 +95,7 @@ def load_step(
         window: tokens of a window that the caller will use; checked.
         dtype: of the activations (v); checked. state_dtype: of the recurrent state pools; checked.
         aot_inductor: load the compiled packages in place of the exported programs.
+        run_single_threaded: of a package, as in ``aoti_load_package``; a CUDA graph around it needs it.
 
     Raises:
         FileNotFoundError: no manifest, or a file that it names is missing.
@@ -122,10 +124,15 @@ def load_step(
         path = directory / file
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing, though the manifest names it")
-        call = torch._inductor.aoti_load_package(str(path)) if aot_inductor else torch.export.load(path).module()
+        if aot_inductor:
+            call = torch._inductor.aoti_load_package(str(path), run_single_threaded=run_single_threaded)
+        else:
+            call = torch.export.load(path).module()
         programs[name] = Program(name, described, manifest, call)
     if not programs:
-        raise ManifestError(f"{directory} holds no AOTInductor package: save it with aot_inductor=('step',)")
+        if aot_inductor:
+            raise ManifestError(f"{directory} holds no AOTInductor package: save it with aot_inductor=('step',)")
+        raise ManifestError(f"{directory} holds packages alone: load it with aot_inductor=True")
     return LoadedStep(manifest, programs)
 
 

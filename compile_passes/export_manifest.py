@@ -37,7 +37,7 @@ class Manifest:
     Attributes:
         window: tokens of a window, drafts and the last committed one.
         pools: ``buffers`` (of the program), ``inputs`` (updated in place) or ``functional`` (inputs and outputs).
-        operators: ``recoverssm`` (importing recoverssm_ops is needed) or ``portable`` (plain ATen).
+        operators: ``recoverssm`` (importing recoverssm_ops is needed), ``portable`` (plain ATen) or ``triton`` (kernels).
         layers: one dictionary for each layer's verify: sizes, dtypes of state and activations, gate.
         dims: name of a dynamic size: least and greatest value (None: no limit).
         programs: name: files, inputs and outputs.

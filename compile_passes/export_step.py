@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from compile_passes.export_cut import Cut, cut
 from compile_passes.export_emit import Emitted, Emitter
-from compile_passes.export_forms import OPERATORS, PORTABLE
+from compile_passes.export_forms import OPERATORS, operator_table
 from compile_passes.export_graph import ExportError, StepGraph, as_module, trace_step
 from compile_passes.export_manifest import Manifest, describe_layers, describe_program
 from compile_passes.export_writes import find_writes
@@ -90,7 +90,10 @@ class ExportedStep:
             raise ExportError(f"aot_inductor should name programs of {sorted(self.emitted)}, but had {sorted(unknown)}")
         for name, emitted in self.emitted.items():
             described = self.manifest.programs[name]
-            torch.export.save(emitted.program, directory / described["file"])
+            if self.manifest.operators == "triton":
+                described["file"] = None  # torch.export saves no program that holds a Triton kernel
+            else:
+                torch.export.save(emitted.program, directory / described["file"])
             if name in aot_inductor:
                 described["package"] = f"{name}.aoti.pt2"
                 compile_package(self, name, directory / described["package"], inductor_configs)
@@ -106,6 +109,7 @@ def export_step(
     dynamic_shapes: object = None,
     functional: bool = False,
     portable: bool = False,
+    triton: bool = False,
     allow_unrewritten: bool = False,
 ) -> ExportedStep:
     """Export a speculative step as ``torch.export`` would, with the per-position states replaced by record and commit.
@@ -118,20 +122,26 @@ def export_step(
         functional: pools are inputs and, with their new contents, outputs; nothing is mutated. For runtimes without
             mutation (ONNX); elsewhere it costs a copy of every pool.
         portable: the operators as plain ATen, so that the programs run without this library, at the speed of the runtime.
+        triton: the operators as their Triton kernels, visible to the compiler, so that an AOTInductor package on CUDA holds
+            them and needs neither this library nor Python. Such programs are compiled, not saved as programs.
         allow_unrewritten: export a step in which nothing was rewritten, too.
 
     Returns:
         :class:`ExportedStep` with ``.step``, ``.verify``, ``.commit``, ``.report``, ``.manifest`` and ``.save(directory)``.
 
     Raises:
+        ValueError: both ``portable`` and ``triton``.
         NotRewrittenError: nothing was rewritten and the step calls no operator of ours; carries the report.
         ExportError: results that are not tensors. On ``.verify`` and ``.commit``: why the step has no halves.
     """
+    if portable and triton:
+        raise ValueError("portable and triton should not both be True: they are two forms of the operators")
     traced = trace_step(as_module(step), args, kwargs, dynamic_shapes)
     if not (traced.report.matched or allow_unrewritten or _calls_operators(traced)):
         raise NotRewrittenError(traced.report)
     writes, copied = find_writes(traced)
-    emitter = Emitter(traced, writes, PORTABLE if portable else {})
+    form = "triton" if triton else "portable" if portable else "recoverssm"
+    emitter = Emitter(traced, writes, operator_table(form))
     whole = {node: (name, "input") for node, (name, _) in traced.inputs.items()}
     results, accepted = _results(traced, None), None
     uncut = None
@@ -152,7 +162,7 @@ def export_step(
     manifest = Manifest(
         window=windows.pop() if len(windows) == 1 else None,
         pools=pools if functional or any(pool.buffer for pool in traced.pools) else "inputs",
-        operators="portable" if portable or not _calls_operators(traced) else "recoverssm",
+        operators=form if _calls_operators(traced) else "portable",
         device=str(next((p.device.type for p in emitted["step"].inputs), "cpu")),
         layers=layers,
         dims=_dims(emitted.values()),

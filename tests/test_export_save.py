@@ -174,5 +174,5 @@ def test_packages_are_asked_for_by_name_and_need_the_portable_form(tmp_path):
     exported = export_small(small_step())
     with pytest.raises(ExportError, match=re.escape("but had ['whole']")):
         exported.save(tmp_path, aot_inductor=("whole",))
-    with pytest.raises(ExportError, match="export with portable=True"):
+    with pytest.raises(ExportError, match="export with portable=True, or on CUDA with triton=True"):
         exported.save(tmp_path, aot_inductor=("step",))
