@@ -17,6 +17,7 @@ import recoverssm_ops.ops as ops
 from compile_passes.export_graph import ExportError, StepGraph, ancestors, descendants
 from compile_passes.export_writes import Write, as_write
 from compile_passes.index_notation import aten, prims
+from compile_passes.views import SELECTIONS, STACKS, VIEWS
 
 _COMMITS = (ops.kda_commit, layers_ops.kda_commit_layers)
 # What may stand between the model's num_accepted and a commit's: arithmetic of one tensor that keeps the rows apart.
@@ -120,21 +121,24 @@ def _written(step: StepGraph, final: Node) -> set[Node]:
 
 
 def _recomputed(step: StepGraph) -> set[Node]:
-    """What costs nothing to compute twice: indices made of the step's inputs, sizes, and views of parameters."""
+    """What the commit half computes again rather than being given it: indices made of the step's inputs, sizes, views of
+    parameters, and checkpoints gathered from pools (which nothing has written in between)."""
     found: set[Node] = set()
+    pools = {pool.node for pool in step.pools}
     for node in step.graph.nodes:
         if node.op != "call_function":
             continue
-        value = node.meta.get("val")
-        sources = node.all_input_nodes
+        value, sources = node.meta.get("val"), node.all_input_nodes
         if isinstance(value, (torch.SymInt, torch.SymBool)):
             found.add(node)
         elif isinstance(value, torch.Tensor):
             integral = not value.is_floating_point() and not value.is_complex()
-            indices = integral and all(s in step.inputs or s in found for s in sources)
-            view = len(sources) == 1 and node.target in (aten.view.default, aten.reshape.default)
-            if indices or (view and (sources[0] in step.parameters or sources[0] in found)):
+            if integral and all(s in step.inputs or s in found for s in sources):
                 found.add(node)
+            elif node.target in SELECTIONS or (node.target in VIEWS and node.target not in STACKS):
+                from_kept = sources[0] in step.parameters or sources[0] in pools or sources[0] in found
+                if from_kept and all(s in step.inputs or s in found for s in sources[1:]):
+                    found.add(node)
     return found
 
 

@@ -6,7 +6,7 @@ its signature, guards and ranges then come from ``torch.export`` itself, whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -47,7 +47,7 @@ class Emitted:
 
 
 class Emitter:
-    """Copies nodes into a new graph. ``operators`` replaces calls by functions that the export traces through."""
+    """Copies nodes into new programs. ``operators`` replaces calls by functions that the export traces through."""
 
     def __init__(self, step: StepGraph, writes: Mapping[Node, Write], operators: Mapping[Callable, Callable]):
         self.step, self.writes, self.operators = step, writes, {**ATEN, **operators}
@@ -55,105 +55,103 @@ class Emitter:
 
     def emit(
         self,
-        nodes: Iterable[Node] | None,
+        nodes: set[Node] | None,
         inputs: dict[Node, tuple[str, str]],
         outputs: dict[str, tuple[str, Node]],
         pools: str,
         copied: list[Pool],
     ) -> Emitted:
-        """``inputs`` are node: (name, role); ``outputs`` are name: (role, node). ``pools`` is buffers, inputs or functional.
+        """A program of ``nodes`` (None: all of them).
 
+        ``inputs`` are node: (name, role); ``outputs`` are name: (role, node). ``pools`` is buffers, inputs or functional.
         Pools in ``copied`` are those whose new contents have to be copied into them.
         """
-        kept = None if nodes is None else set(nodes)
-        graph, root = Graph(), nn.Module()
-        self.env: dict[Node, Node] = {}
-        used_pools = [pool for pool in self.step.pools if kept is None or pool.node in kept]
-        taken = {pool.node: pool for pool in used_pools if pools != "buffers" or not pool.buffer}
-        ports, examples = [], []
-        for node, (name, role) in inputs.items():
-            self.env[node] = graph.placeholder(_identifier(name))
-            ports.append(Port.of(name, role, node))
-            examples.append(self._example(node))
-        for node, pool in taken.items():
-            self.env[node] = graph.placeholder(_identifier(pool.name))
-            ports.append(Port.of(pool.name, "pool", node))
-            examples.append(pool.value)
-        buffers = [pool for pool in used_pools if pool.node not in taken]
-        for pool in buffers:
-            self.env[pool.node] = graph.get_attr(_register(root, pool.name, pool.value, buffer=True))
-        sized = [*inputs, *taken]
-        written: set[Node] = set()
+        self.graph, self.root, self.env = Graph(), nn.Module(), {}
+        self.written: set[Node] = set()
+        used = [pool for pool in self.step.pools if nodes is None or pool.node in nodes]
+        updated = [pool for pool in used if nodes is None or pool.final in nodes]
+        taken = {pool.node: pool for pool in used if pools != "buffers" or not pool.buffer}
+        owned = [pool for pool in used if pool.node not in taken]
+        self.given = {**inputs, **{node: (pool.name, "pool") for node, pool in taken.items()}}
+        for node, (name, _) in self.given.items():
+            self.env[node] = self.graph.placeholder(_identifier(name))
+        for pool in owned:
+            self.env[pool.node] = self.graph.get_attr(_register(self.root, pool.name, pool.value))
         if pools == "functional":
-            # What a commit writes is a copy. Later updates and reads find it in the old contents' place.
-            for pool in used_pools:
-                if kept is None or pool.final in kept:
-                    self.env[pool.node] = graph.call_function(aten.clone.default, (self.env[pool.node],))
+            for pool in updated:  # the copy stands for the pool from here on, and is what the step writes to
+                self.env[pool.node] = self.graph.call_function(aten.clone.default, (self.env[pool.node],))
         for node in self.step.graph.nodes:
-            if (kept is not None and node not in kept) or node in self.env or node.target is ASSERTION:
-                continue
-            if node in self.step.parameters:
-                if kept is not None or node.users:
-                    name, value = self.step.parameters[node]
-                    self.env[node] = graph.get_attr(_register(root, name, value, buffer=False))
-            elif node.op in ("placeholder", "output"):
-                continue
-            elif node in self.results_of:
-                self._write(graph, self.results_of[node], written)
-            elif node in self.writes:
-                self._write(graph, self.writes[node], written)
-            elif node.target is aten.sym_size.int:
-                self.env[node] = self._size(graph, node, sized)
-            else:
-                self._call(graph, node)
-        finals = [pool for pool in used_pools if kept is None or pool.final in kept]
-        for pool in finals:
-            if pool in copied and pools != "functional":
-                graph.call_function(aten.copy_.default, (self.env[pool.node], self.env[pool.final]))
-        named = dict(outputs)
+            if (nodes is None or node in nodes) and node not in self.env:
+                self._copy(node)
+        results = dict(outputs)
         if pools == "functional":
-            named |= {f"{pool.name}_new": ("pool", pool.final) for pool in finals}
-        if not named:
-            # A program without results cannot be saved (tested on torch 2.13); it returns what it was given first.
+            results |= {f"{pool.name}_new": ("pool", pool.final) for pool in updated}
+        else:
+            for pool in updated:
+                if pool in copied:
+                    self.graph.call_function(aten.copy_.default, (self.env[pool.node], self.env[pool.final]))
+        if not results:
+            # A program without results cannot be saved (tried on torch 2.13); it returns what it was given first.
             first, (name, role) = next(iter(inputs.items()))
-            named = {f"{name}_out": (role, first)}
-        values = [self.env[node] for _, node in named.values()]
-        given = {self.env[node] for node in inputs}
-        graph.output(tuple(graph.call_function(aten.clone.default, (x,)) if x in given else x for x in values))
-        module = GraphModule(root, graph)
-        shapes = [self._dynamic(node) for node in sized]
+            results = {f"{name}_out": (role, first)}
+        self.graph.output(tuple(self._result(node) for _, node in results.values()))
+        return Emitted(
+            self._export(),
+            [Port.of(name, role, node) for node, (name, role) in self.given.items()],
+            [Port.of(name, role, node) for name, (role, node) in results.items()],
+            [Port.of(pool.name, "pool", pool.node) for pool in owned],
+        )
+
+    def _export(self) -> ExportedProgram:
+        module = GraphModule(self.root, self.graph)
+        examples = tuple(map(self._example, self.given))
+        shapes = tuple(map(self._dynamic, self.given))
         with torch.no_grad():
-            program = torch.export.export(module, tuple(examples), dynamic_shapes=tuple(shapes), strict=False)
-        out = [Port.of(name, role, node) for name, (role, node) in named.items()]
-        return Emitted(program, ports, out, [Port.of(pool.name, "pool", pool.node) for pool in buffers])
+            return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
 
-    def _call(self, graph: Graph, node: Node) -> None:
-        copy = graph.node_copy(node, self.env.__getitem__)
-        copy.target = self.operators.get(node.target, node.target)
-        self.env[node] = copy
+    def _copy(self, node: Node) -> None:
+        if node.op in ("placeholder", "output"):
+            if node in self.step.parameters and node.users:
+                self.env[node] = self.graph.get_attr(_register(self.root, *self.step.parameters[node]))
+        elif node in self.writes or node in self.results_of:
+            self._write(self.writes.get(node) or self.results_of[node])
+        elif node.target is aten.sym_size.int:
+            self.env[node] = self._size(node)
+        elif node.target is not ASSERTION:
+            copy = self.graph.node_copy(node, self.env.__getitem__)
+            copy.target = self.operators.get(node.target, node.target)
+            self.env[node] = copy
 
-    def _write(self, graph: Graph, write: Write, written: set[Node]) -> None:
-        if write.node not in written:
-            written.add(write.node)
+    def _write(self, write: Write) -> None:
+        if write.node not in self.written:
+            self.written.add(write.node)
             target = self.operators.get(write.target, write.target)
-            graph.call_function(target, write.arguments(self.env.__getitem__))
+            self.graph.call_function(target, write.arguments(self.env.__getitem__))
         for base, result in zip(write.bases, write.results, strict=True):
             self.env[result] = self.env[base]
 
-    def _size(self, graph: Graph, node: Node, sized: list[Node]) -> Node:
+    def _result(self, node: Node) -> Node:
+        """An input that is a result is returned as a copy: a runtime may hold results and inputs in the same memory."""
+        value = self.env[node]
+        return self.graph.call_function(aten.clone.default, (value,)) if value.op == "placeholder" else value
+
+    def _size(self, node: Node) -> Node:
         """The size from one of the program's own inputs: the tensor that the step read it from may be in the other half."""
         value = node.meta["val"]
         expression = value.node.expr if isinstance(value, torch.SymInt) else value
-        for tensor in sized:
+        for tensor in self.given:
             for dim, size in enumerate(tensor.meta["val"].shape):
                 if isinstance(size, torch.SymInt) and size.node.expr == expression:
-                    return graph.call_function(aten.sym_size.int, (self.env[tensor], dim))
+                    return self.graph.call_function(aten.sym_size.int, (self.env[tensor], dim))
         source = self.env.get(node.args[0])
         if source is None:
             raise ExportError(f"no input of the program has the size {value} that {node} needs")
-        return graph.call_function(aten.sym_size.int, (source, node.args[1]))
+        return self.graph.call_function(aten.sym_size.int, (source, node.args[1]))
 
     def _example(self, node: Node) -> Tensor:
+        pool = self.step.pool(node)
+        if pool is not None:
+            return pool.value
         if node in self.step.inputs:
             return self.step.inputs[node][1]
         value = node.meta["val"]
@@ -182,7 +180,7 @@ def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
-def _register(root: nn.Module, name: str, value: Tensor, buffer: bool) -> str:
+def _register(root: nn.Module, name: str, value: Tensor) -> str:
     """Put a tensor into nested modules under its dotted name, which AOTInductor keeps as the constant's name."""
     *path, leaf = name.split(".")
     module = root
@@ -191,8 +189,9 @@ def _register(root: nn.Module, name: str, value: Tensor, buffer: bool) -> str:
             module.add_module(part, nn.Module())
         module = getattr(module, part)
     if not hasattr(module, leaf):
-        if buffer or not isinstance(value, nn.Parameter):
-            module.register_buffer(leaf, value)
+        if isinstance(value, nn.Parameter):
+            # For inference: a gradient would tie the pools of every step to those of the last one.
+            module.register_parameter(leaf, nn.Parameter(value.detach(), requires_grad=False))
         else:
-            module.register_parameter(leaf, value)
+            module.register_buffer(leaf, value)
     return name
