@@ -77,6 +77,8 @@ class ExportedStep:
     ) -> Path:
         """Write the programs and ``manifest.json``; returns the directory.
 
+        Example inputs, and with them pools that are inputs, are not saved; buffers are.
+
         Args:
             aot_inductor: programs (of ``step``, ``verify``, ``commit``) to compile, too, as ``<name>.aoti.pt2``.
             inductor_configs: for AOTInductor, over what it needs.
@@ -93,12 +95,22 @@ class ExportedStep:
             if self.manifest.operators == "triton":
                 described["file"] = None  # torch.export saves no program that holds a Triton kernel
             else:
-                torch.export.save(emitted.program, directory / described["file"])
+                _save(emitted.program, directory / described["file"])
             if name in aot_inductor:
                 described["package"] = f"{name}.aoti.pt2"
                 compile_package(self, name, directory / described["package"], inductor_configs)
         self.manifest.write(directory)
         return directory
+
+
+def _save(program: ExportedProgram, path: Path) -> None:
+    """Without its example inputs, among which are whole pools."""
+    examples = program.example_inputs
+    program.example_inputs = None
+    try:
+        torch.export.save(program, path)
+    finally:
+        program.example_inputs = examples
 
 
 def export_step(

@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 from exporting import SLOTS, T, assert_same_step, export_small, pools_of, run_eagerly, small_step, step_inputs
+from test_export_step import function_inputs, plain_function
 from test_ops_export import fresh_process
 
-from compile_passes import load_step
+from compile_passes import export_step, load_step
 from compile_passes.export_graph import ExportError
 from compile_passes.export_manifest import FORMAT, Manifest, ManifestError
 
@@ -168,6 +169,13 @@ def test_inputs_that_do_not_fit_are_named_before_anything_is_written(portable, c
     with pytest.raises(ManifestError, match=message):
         loaded.step(*make(step_inputs()))
     assert all(torch.equal(pool, before[name]) for name, pool in loaded.step.buffers.items())
+
+
+def test_pools_that_are_inputs_are_not_saved(tmp_path):
+    given = function_inputs(slots=4000)
+    export_step(plain_function, given).save(tmp_path)
+    for file in tmp_path.glob("*.pt2"):
+        assert file.stat().st_size < given[0].nbytes // 4, file.name
 
 
 def test_packages_are_asked_for_by_name_and_need_the_portable_form(tmp_path):
