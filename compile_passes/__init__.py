@@ -8,6 +8,8 @@ verify, commit = split_step(verify, commit)        # where acceptance is decided
 
 from compile_passes.check import RewriteCheckError
 from compile_passes.explain import explain
+from compile_passes.export_load import load_step
+from compile_passes.export_step import ExportedStep, export_step
 from compile_passes.install import recoverssm_passes
 from compile_passes.reasons import REASONS
 from compile_passes.recover_pass import RecoverSSMPass
@@ -17,12 +19,15 @@ from compile_passes.split import SplitStep, split_step
 
 __all__ = [
     "REASONS",
+    "ExportedStep",
     "LayerMatch",
     "RecoverSSMPass",
     "Report",
     "RewriteCheckError",
     "SplitStep",
     "explain",
+    "export_step",
+    "load_step",
     "recoverssm_passes",
     "rewrite",
     "split_step",

@@ -1,0 +1,41 @@
+"""Compile the model's speculative step for the C++ runner: ``python -m models.runner.export DIRECTORY``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from compile_passes import export_step
+from models.decode import example_inputs
+from models.model import KDAForCausalLM
+from models.persistence import WEIGHTS, load_model
+from models.pools import Pools
+from models.speculation import SpeculativeStep
+
+
+def export_for_runner(model: KDAForCausalLM, directory: Path, *, num_drafts: int, max_length: int) -> Path:
+    """Write ``step.aoti.pt2`` for one request of at most ``max_length`` positions; returns its path."""
+    step = SpeculativeStep(model, Pools(model.config, 1, max_length)).requires_grad_(False)
+    inputs = example_inputs(1, num_drafts, model.config.vocab_size, "cpu")
+    exported = export_step(step, inputs, portable=True)
+    print(exported.report)
+    exported.save(directory, aot_inductor=("step",))
+    return directory / "step.aoti.pt2"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m models.runner.export", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--drafts", type=int, default=7, help="drafts a step, 1..15")
+    parser.add_argument("--max-length", type=int, help="positions of the pools (default: the model's longest sequence)")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS)
+    options = parser.parse_args(argv)
+    if not 1 <= options.drafts <= 15:
+        parser.error(f"--drafts should be in 1..15, got {options.drafts}")
+    model = load_model(options.weights)
+    longest = options.max_length or model.config.max_length
+    print(export_for_runner(model, options.directory, num_drafts=options.drafts, max_length=longest))
+
+
+if __name__ == "__main__":
+    main()
