@@ -6,12 +6,12 @@ import logging
 import math
 import re
 
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from compile_passes.candidates import Candidate, candidates
 from compile_passes.dedupe import dedupe_integers
-from compile_passes.find import Window, candidates, match
-from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
+from compile_passes.find import match
+from compile_passes.index_notation import dtype, readers, shape, size_hint
 from compile_passes.merge_commits import merge_commits
 from compile_passes.reasons import Refused
 from compile_passes.replace import Replacement
@@ -32,22 +32,22 @@ def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
         The report; layers that are not understood completely are left as they were.
     """
     report = Report()
-    for stack in candidates(graph):
+    for candidate in candidates(graph):
         try:
             # Everything about a window is read and checked before anything is edited. The next window is read afterwards:
             # what it reads may be an output, or a pool, of this one.
-            replacement = Replacement(match(graph, stack))
+            window = match(candidate)
+            replacement = None if window is None else Replacement(window)
         except Refused as refusal:
-            log.info("refused %s at %s: %s", stack.name, refusal.node.name, refusal)
-            report.layers.append(_refused(stack, refusal))
+            log.info("refused %s at %s: %s", candidate.anchor.name, refusal.node.name, refusal)
+            report.layers.append(_refused(candidate, refusal))
             continue
-        layer = _matched(stack, replacement)
+        if replacement is None:
+            continue
+        layer = _matched(replacement)
         replacement.apply(graph)
-        stable_topological_sort(graph)
-        _drop_unread(graph)
-        if stack in graph.find_nodes(op="call_function", target=stack.target):
-            raise AssertionError(f"states are still used after the rewrite: {stack.name}")
-        log.info("rewrote %s", stack.name)
+        _drop_unread(graph, replacement)
+        log.info("rewrote %s", layer.node)
         report.layers.append(layer)
     if report.matched:
         dedupe_integers(graph)
@@ -57,18 +57,25 @@ def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
     return report
 
 
-def _drop_unread(graph: Graph) -> None:
-    """Dead code, and with it the assertions about values that nothing else reads."""
-    for node in reversed(list(graph.nodes)):
-        asserted = node.args[0] if node.target is ASSERTION else None
-        unread = asserted is not None and asserted.op != "placeholder" and not readers(asserted)
-        dead = node.op == "call_function" and not node.users and not node.is_impure()
-        if unread or dead:
-            graph.erase_node(node)
+def _drop_unread(graph: Graph, replacement: Replacement) -> None:
+    """What only the window read, and with it the assertions about values that nothing else reads."""
+    window = replacement.window
+    todo = [window.anchor, window.selection.node, *replacement.replaced]
+    while todo:
+        node = todo.pop()
+        if node._erased or node.op != "call_function" or node.is_impure() or readers(node):
+            continue
+        for assertion in list(node.users):
+            graph.erase_node(assertion)
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        todo += sources
+    if not all(state.node._erased for state in window.states):
+        raise AssertionError(f"states are still used after the rewrite: {window.anchor.name}")
 
 
-def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
-    window: Window = replacement.window
+def _matched(replacement: Replacement) -> LayerMatch:
+    window = replacement.window
     state = _bytes(window.states[0].node)
     roles = window.roles
     value_heads = 1 if roles.head is None else size_hint(roles.head.size)
@@ -76,11 +83,12 @@ def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
     record = 4 * rows * window.length * value_heads * size_hint(roles.value.size)
     after = record if replacement.commits else record + state
     form = "commit" if replacement.commits else "recover"
-    return LayerMatch(True, None, source_line(stack), stack.name, window.length * state, after, form)
+    anchor = window.anchor
+    return LayerMatch(True, None, source_line(anchor), anchor.name, window.length * state, after, form)
 
 
-def _refused(stack: Node, refusal: Refused) -> LayerMatch:
-    before = _bytes(stack)
+def _refused(candidate: Candidate, refusal: Refused) -> LayerMatch:
+    before = len(candidate.states) * _bytes(candidate.states[-1].node)
     return LayerMatch(False, refusal.reason, source_line(refusal.node), refusal.node.name, before, before)
 
 
