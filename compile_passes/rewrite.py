@@ -16,6 +16,7 @@ from compile_passes.merge_commits import merge_commits
 from compile_passes.reasons import Refused
 from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch, Report
+from compile_passes.unroll import unroll_scans
 
 log = logging.getLogger("compile_passes")
 
@@ -32,6 +33,7 @@ def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
         The report; layers that are not understood completely are left as they were.
     """
     report = Report()
+    scans = unroll_scans(graph)
     for candidate in candidates(graph):
         try:
             # Everything about a window is read and checked before anything is edited. The next window is read afterwards:
@@ -49,6 +51,8 @@ def rewrite(graph: Graph, *, merge_layers: bool = False) -> Report:
         _drop_unread(graph, replacement)
         log.info("rewrote %s", layer.node)
         report.layers.append(layer)
+    for scan in scans:
+        scan.settle()
     if report.matched:
         dedupe_integers(graph)
         if merge_layers:

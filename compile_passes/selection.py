@@ -125,6 +125,7 @@ def _compared(weight: Element, token: Axis) -> Element | None:
     return None
 
 
+STORES = (aten.index_put.default, aten.scatter.src, aten.index_copy.default, aten.copy.default, aten.copy_.default)
 JOIN, SUM, CHOSEN = "join", "sum", "chosen"
 WEIGHING = (aten.mul.Tensor, aten.bmm.default, aten.mm.default, aten.sum.dim_IntList, aten.where.self)
 
@@ -136,7 +137,7 @@ def find_selection(candidate: Candidate, states: list[Element], checkpoint: Elem
     # What a reader is given: the join itself, a sum over it, or a state that was chosen.
     todo = [(n, JOIN) for n in readers(candidate.join.node)] if candidate.join else [(candidate.anchor, JOIN)]
     reached = {candidate.join.node} if candidate.join else set()
-    returned = None
+    returned = stored = None
     while todo:
         node, given = todo.pop()
         if node in reached:
@@ -152,12 +153,16 @@ def find_selection(candidate: Candidate, states: list[Element], checkpoint: Elem
         elif node.target in WEIGHING and given is not CHOSEN:
             given = SUM
         elif node.target not in VIEWS:
+            if given is JOIN and node.target in STORES and candidate.join and _reads_whole(node, candidate.join.node):
+                stored = node
             continue
         todo += [(n, given) for n in readers(node)]
         reached.add(node)
     # ``where(n > 0, states[rows, n - 1], S0)``: the outer choice is the one that counts.
     inner = {n: _sources(n, reached) for n in found}
     outermost = [n for n in found if not any(n in inner[other] for other in found)]
+    if not outermost and stored:
+        raise Refused("stored_per_position", stored)
     if not outermost:
         raise Refused("no_selection", returned or candidate.anchor)
     if len(outermost) > 1:
@@ -190,6 +195,11 @@ def _choices(node: Node, states: set[Node]) -> set[Node]:
         if side.target is aten.where.self:
             found |= {side} | _choices(side, states)
     return found
+
+
+def _reads_whole(node: Node, join: Node) -> bool:
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return any(strip(element_of(n)[0]).node is join for n in tensors)
 
 
 def _sources(node: Node, reached: set[Node]) -> set[Node]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from near_misses import Corpus, check_left_alone, kind
-from plain_layers import B, H, K, T, V, correction, decay, looks_around, plain_step, read, select, write
+from plain_layers import B, H, K, T, V, correction, decay, looks_around, make_inputs, plain_step, read, select, write
 
 CORPUS = Corpus()
 
@@ -132,6 +132,56 @@ def part_of_the_heads(states, n):
 
 
 CORPUS.after("selection_of_a_part_of_the_heads", "selection_not_per_row", finish=part_of_the_heads)
+
+
+@CORPUS.whole("stored_per_position")
+def a_slot_for_every_position(pool, slots, q, k, v, g, beta, n):
+    """As engines with a slot for each position have it: the next step begins with the state at ``num_accepted - 1``."""
+    wide = pool.repeat(T, 1, 1, 1)
+    table = slots[:, None] * T + torch.arange(T)
+    S, outs, states = wide[table[torch.arange(B), n - 1]], [], []
+    for t in range(T):
+        S, o = plain_step(S, q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t])
+        outs.append(o)
+        states.append(S)
+    wide[table] = torch.stack(states, 1)
+    return torch.stack(outs, 1), wide
+
+
+@CORPUS.whole("state_escapes")
+def selected_and_summed_elsewhere(pool, slots, q, k, v, g, beta, n):
+    """One-hot weights beside another sum over the same states."""
+    S, states = pool[slots], []
+    for t in range(T):
+        S, _ = plain_step(S, q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t])
+        states.append(S)
+    whole = torch.stack(states, 1)
+    pool[slots] = torch.einsum("bt,bthvk->bhvk", torch.nn.functional.one_hot(n - 1, T).float(), whole)
+    return whole.sum(1)
+
+
+@CORPUS.whole("no_selection")
+def weights_that_are_not_one_hot(pool, slots, q, k, v, g, beta, n):
+    S, outs, states = pool[slots], [], []
+    for t in range(T):
+        S, o = plain_step(S, q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t])
+        outs.append(o)
+        states.append(S)
+    weights = (torch.arange(T) < n[:, None]).float()
+    pool[slots] = torch.einsum("bt,bthvk->bhvk", weights, torch.stack(states, 1))
+    return torch.stack(outs, 1)
+
+
+@CORPUS.whole("selection_not_per_row", lambda: make_inputs(H=3))
+def chosen_per_head_by_conditions(pool, slots, q, k, v, g, beta, n):
+    S, outs, states = pool[slots], [], []
+    for t in range(T):
+        S, o = plain_step(S, q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t])
+        outs.append(o)
+        states.append(S)
+    row = torch.where((n > 1).view(-1, 1, 1, 1), states[1], states[0])
+    pool[slots] = torch.where((n > 2).view(1, -1, 1, 1), states[2], row)
+    return torch.stack(outs, 1)
 
 
 @pytest.mark.parametrize(("name", "dynamic"), CORPUS.parameters(), ids=kind)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rewriting import assert_within_budget, copied, run_rewritten, verify_calls
-from spellings import Spelling, Step, covering_sample, inputs
+from spellings import CHOICES, Spelling, Step, covering_sample, inputs, possible
 from torch.utils import _pytree as pytree
 
 SAMPLE = covering_sample(44)
@@ -52,4 +52,32 @@ def test_b29_spelling_is_rewritten(spelling):
 
 @pytest.mark.parametrize("spelling", PARTICULAR, ids=str)
 def test_particular_shapes(spelling):
+    check(spelling)
+
+
+ALTERNATIVES = (
+    "update",
+    "layout",
+    "stacking",
+    "selection",
+    "outputs",
+    "projection",
+    "gate",
+    "l2norm",
+    "beta",
+    "checkpoint",
+)
+CHANGES = [
+    {name: choice, "shapes": shapes}
+    for name in ALTERNATIVES
+    for choice in CHOICES[name]
+    for shapes in CHOICES["shapes"]
+]
+EACH = [possible(Spelling(T=2, **change)) for change in CHANGES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", dict.fromkeys(EACH), ids=str)
+def test_every_choice_in_every_shape_mode(spelling):
+    """The rows of the table in docs/pass.md."""
     check(spelling)
