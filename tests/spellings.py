@@ -336,7 +336,7 @@ def _select(s: Spelling, states: Tensor, num_accepted: Tensor) -> Tensor:
         return states[rows, position] if dim == 1 else states[rows, ..., position]
     one_each = position.view(-1, 1, 1, 1, 1)
     if s.selection == "gather":
-        sizes = [1 if d == dim % 5 else n for d, n in enumerate(states.shape)]
+        sizes = [-1, *(1 if d == dim % 5 else states.shape[d] for d in range(1, 5))]  # the positions may be fewer
         return states.gather(dim, one_each.expand(sizes)).squeeze(dim)
     if s.selection == "take_along_dim":
         return torch.take_along_dim(states, one_each, dim).squeeze(dim)
