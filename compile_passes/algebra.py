@@ -1,10 +1,15 @@
-"""Sums of products over elements: the only arithmetic the recurrence is made of."""
+"""Sums of products over elements: the only arithmetic the recurrence is made of.
+
+:func:`expand` multiplies out. ``beta * (v - S k) k^T``, ``beta v k^T - (S k) (beta k)^T`` and ``S (I - beta k k^T)`` are
+different programs and the same polynomial, so that what follows needs to know none of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import Node
 
 from compile_passes.index_notation import (
@@ -15,12 +20,18 @@ from compile_passes.index_notation import (
     aten,
     axis_index,
     broadcast,
+    dtype,
+    prims,
     same_size,
     shape,
+    substitute,
 )
-from compile_passes.views import strip
+from compile_passes.views import counter, strip
 
 ADD, SUB, MUL, DIV = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
+SUMS = (ADD, SUB, aten.add.Scalar, aten.sub.Scalar)
+CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default, aten.mm.default)
+PRODUCTS = (MUL, aten.mul.Scalar, DIV, aten.div.Scalar, aten.neg.default, aten.where.self, *CONTRACTIONS)
 
 
 @dataclass
@@ -40,39 +51,49 @@ def operand(element: Element, argument) -> Element | float:
     return broadcast(element.index, argument) if isinstance(argument, Node) else argument
 
 
-def product(element: Element, opaque: Callable[[Element], bool]) -> Product:
-    """Multiply out ``element`` down to factors that are ``opaque`` or no products."""
+def expand(element: Element, opaque: Callable[[Element], bool]) -> list[Product]:
+    """The additive terms of ``element``, each multiplied out down to factors that are ``opaque`` or no arithmetic."""
     element = strip(element)
     node, args = element.node, element.node.args
     if opaque(element) or node.op != "call_function":
-        return Product(factors=[element])
-    if node.target is aten.neg.default:
-        return Product(-1.0).times(product(operand(element, args[0]), opaque))
-    if node.target in (MUL, aten.mul.Scalar):
-        result = Product()
-        for side in (operand(element, a) for a in args):
-            result = result.times(product(side, opaque) if isinstance(side, Element) else Product(float(side)))
-        return result
-    if node.target is aten.sum.dim_IntList:
-        return _sum(element, opaque)
-    if node.target is aten.bmm.default:
-        a, b = args
-        inner = Axis("c", shape(a)[2])
-        left = Element(a, (element.index[0], element.index[1], axis_index(inner)))
-        right = Element(b, (element.index[0], axis_index(inner), element.index[2]))
-        return _contract([left, right], [inner], opaque)
-    if node.target is aten.mm.default:
-        a, b = args
-        inner = Axis("c", shape(a)[1])
-        left, right = (
-            Element(a, (element.index[0], axis_index(inner))),
-            Element(b, (axis_index(inner), element.index[1])),
-        )
-        return _contract([left, right], [inner], opaque)
-    return Product(factors=[element])
+        return [Product(factors=[element])]
+    if node.target in SUMS:
+        alpha = node.kwargs.get("alpha", 1)
+        if isinstance(alpha, (int, float)):
+            signs = (1.0, float(alpha if node.target in (ADD, aten.add.Scalar) else -alpha))
+            sides = [_expand_operand(element, a, opaque) for a in args[:2]]
+            return [Product(sign).times(p) for sign, side in zip(signs, sides, strict=True) for p in side]
+    elif node.target is aten.neg.default:
+        return [Product(-1.0).times(p) for p in _expand_operand(element, args[0], opaque)]
+    elif node.target in (MUL, aten.mul.Scalar):
+        return _multiply([_expand_operand(element, a, opaque) for a in args])
+    elif node.target in (DIV, aten.div.Scalar):
+        if isinstance(args[1], (int, float)) and not node.kwargs:
+            return [Product(1 / args[1]).times(p) for p in _expand_operand(element, args[0], opaque)]
+    elif node.target is aten.where.self:
+        if _is_zero(args[2]):  # a mask is a factor
+            mask = Product(factors=[strip(operand(element, args[0]))])
+            return [mask.times(p) for p in _expand_operand(element, args[1], opaque)]
+    elif node.target in CONTRACTIONS:
+        factors, bound = (_sum if node.target is aten.sum.dim_IntList else _matrix_product)(element)
+        summed = Product(bound=[a for a in bound if not same_size(a.size, 1)])
+        return [summed.times(p) for p in _multiply([expand(f, opaque) for f in factors])]
+    return [Product(factors=[element])]
 
 
-def _sum(element: Element, opaque: Callable[[Element], bool]) -> Product:
+def _expand_operand(element: Element, argument, opaque: Callable[[Element], bool]) -> list[Product]:
+    side = operand(element, argument)
+    return expand(side, opaque) if isinstance(side, Element) else [Product(float(side))]
+
+
+def _multiply(sides: list[list[Product]]) -> list[Product]:
+    result = [Product()]
+    for side in sides:
+        result = [a.times(b) for a in result for b in side]
+    return result
+
+
+def _sum(element: Element) -> tuple[list[Element], list[Axis]]:
     source, dims, keepdim = (*element.node.args, False)[:3]
     sizes = shape(source)
     summed = {d % len(sizes): Axis("c", sizes[d]) for d in (dims or range(len(sizes)))}
@@ -82,33 +103,86 @@ def _sum(element: Element, opaque: Callable[[Element], bool]) -> Product:
         if position not in summed or keepdim:
             kept = next(outer)
         index.append(axis_index(summed[position]) if position in summed else kept)
-    return _contract([Element(source, tuple(index))], list(summed.values()), opaque)
+    return [Element(source, tuple(index))], list(summed.values())
 
 
-def _contract(factors: list[Element], bound: list[Axis], opaque: Callable[[Element], bool]) -> Product:
-    result = Product(bound=[a for a in bound if not same_size(a.size, 1)])
-    for factor in factors:
-        result = result.times(product(factor, opaque))
-    return result
+def _matrix_product(element: Element) -> tuple[list[Element], list[Axis]]:
+    """``mm`` and ``bmm``: the last two dimensions, after any batch dimension."""
+    a, b = element.node.args[:2]
+    *batch, row, column = element.index
+    inner = Axis("c", shape(a)[-1])
+    left = Element(a, (*batch, row, axis_index(inner)))
+    return [left, Element(b, (*batch, axis_index(inner), column))], [inner]
 
 
-def terms(element: Element, opaque: Callable[[Element], bool]) -> list[Product]:
-    """Additive terms of ``element``, each multiplied out."""
-    element = strip(element)
+def product(element: Element, opaque: Callable[[Element], bool]) -> Product:
+    """``element`` as one product: sums stay factors."""
+    terms = expand(element, lambda e: opaque(e) or e.node.target in SUMS)
+    return terms[0]
+
+
+def multiplied_out(element: Element) -> Product:
+    """Only multiplications and signs, no contractions: these belong to the projections before the layer."""
+    return product(element, lambda e: not is_call(e, MUL, aten.mul.Scalar, aten.neg.default))
+
+
+def is_call(element: Element, *targets) -> bool:
+    """Whether an element is the float32 result of one of these operators."""
     node = element.node
-    if not opaque(element) and node.target in (ADD, SUB, aten.add.Scalar, aten.sub.Scalar):
-        alpha = node.kwargs.get("alpha", 1)
-        sign = alpha if node.target in (ADD, aten.add.Scalar) else -alpha
-        result = []
-        for factor, side in zip((1.0, float(sign)), (operand(element, a) for a in node.args[:2]), strict=True):
-            parts = terms(side, opaque) if isinstance(side, Element) else [Product(float(side))]
-            result += [Product(factor).times(p) for p in parts]
-        return result
-    expanded = product(element, opaque)
-    if len(expanded.factors) == 1 and expanded.factors[0].node is not element.node and not expanded.bound:
-        return [Product(expanded.coefficient).times(t) for t in terms(expanded.factors[0], opaque)]
-    return [expanded]
+    return node.op == "call_function" and node.target in targets and dtype(node) == torch.float32
 
+
+# --- the identity matrix ------------------------------------------------------------------------------------------------
+
+
+def without_identities(term: Product) -> Product:
+    """Sums against ``delta[c, k]`` carried out: c becomes k."""
+    for position, factor in enumerate(term.factors):
+        pair = identity(factor)
+        if pair is None:
+            continue
+        for inner, outer in (pair, pair[::-1]):
+            if inner in term.bound:
+                rest = term.factors[:position] + term.factors[position + 1 :]
+                factors = [substitute(f, inner, outer) for f in rest]
+                return without_identities(
+                    replace(term, factors=factors, bound=[a for a in term.bound if a is not inner])
+                )
+    return term
+
+
+def identity(element: Element) -> tuple[Axis, Axis] | None:
+    """The axes i and j of an element that is 1 where i = j and 0 elsewhere: ``arange[i] == arange[j]``, as ``eye`` has it."""
+    node = element.node
+    if node.target is prims.convert_element_type.default or node.target is aten._to_copy.default:
+        return identity(strip(Element(node.args[0], element.index)))
+    if node.target is aten.where.self and _is_zero(node.args[2]) and _is_one(node.args[1]):
+        return identity(strip(operand(element, node.args[0])))
+    if node.target is not aten.eq.Tensor:
+        return None
+    i, j = (counter(strip(operand(element, a))) for a in node.args)
+    return (i, j) if i is not None and j is not None and i is not j else None
+
+
+def _is_zero(argument) -> bool:
+    return _filled_with(argument) == 0
+
+
+def _is_one(argument) -> bool:
+    return _filled_with(argument) == 1
+
+
+def _filled_with(argument) -> float | None:
+    """The number that a tensor holds everywhere."""
+    if not isinstance(argument, Node):
+        return argument
+    if argument.target in (aten.full.default, aten.scalar_tensor.default):
+        value = argument.args[1] if argument.target is aten.full.default else argument.args[0]
+        return value if isinstance(value, (int, float)) else None
+    return None
+
+
+# --- equality -----------------------------------------------------------------------------------------------------------
 
 _PURE = {
     MUL,
@@ -117,6 +191,7 @@ _PURE = {
     SUB,
     DIV,
     aten.exp.default,
+    aten.exp2.default,
     aten.neg.default,
     aten.sigmoid.default,
     aten.rsqrt.default,
@@ -130,7 +205,7 @@ def same(a: Element, b: Element) -> bool:
         return len(a.index) == len(b.index) and all(map(_same_index, a.index, b.index))
     if a.node.target is not b.node.target or a.node.target not in _PURE or a.node.kwargs != b.node.kwargs:
         return False
-    if a.node.meta["val"].dtype != b.node.meta["val"].dtype or len(a.node.args) != len(b.node.args):
+    if dtype(a.node) != dtype(b.node) or len(a.node.args) != len(b.node.args):
         return False
     for x, y in zip(a.node.args, b.node.args, strict=True):
         if isinstance(x, Node) and isinstance(y, Node):
@@ -161,3 +236,10 @@ def remove(factors: list[Element], element: Element) -> bool:
             del factors[position]
             return True
     return False
+
+
+def without(factors: list[Element], removed: Iterator[Element] | list[Element]) -> tuple[list[Element], list[Element]]:
+    """``factors`` less those in ``removed``, and those of ``removed`` that were not there."""
+    rest = list(factors)
+    missing = [e for e in removed if not remove(rest, e)]
+    return rest, missing

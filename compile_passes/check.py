@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from compile_passes.double import Piece, is_source
 from compile_passes.index_notation import aten, dtype, element_of, shape
+from compile_passes.joins import STACKS
 from compile_passes.log import log
 from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch
@@ -26,7 +27,6 @@ from compile_passes.views import VIEWS, strip
 TOLERANCE = 1e-8  # relative; two spellings of the same layer differ by less than 1e-11
 SEED = 0
 LARGE_POOL = 2**27  # elements: a pool of more is cut down to the rows that are used
-STACKS = (aten.cat.default, aten.stack.default)
 
 
 class RewriteCheckError(RuntimeError):

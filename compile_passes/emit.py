@@ -7,6 +7,7 @@ knows the strides that an operator was promised).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,8 +25,14 @@ from compile_passes.views import strip
 class Values:
     """Tensors of the nodes an expression reads, and the sizes of its axes, inside a trace."""
 
-    def __init__(self, nodes: Sequence[Node], tensors: Sequence[Tensor], elements: Sequence[Element]):
-        self.tensors = dict(zip(nodes, tensors, strict=True))
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        tensors: Sequence[Tensor],
+        elements: Sequence[Element],
+        device: torch.device | None = None,
+    ):
+        self.tensors, self.device = dict(zip(nodes, tensors, strict=True)), device
         self.sizes: dict[Axis, int | torch.SymInt] = {}
         for element in elements:
             for dim, index in enumerate(element.index):
@@ -65,10 +72,11 @@ class Values:
         return sizes
 
     def product(self, factors: Product, axes: Sequence[Axis | None]) -> Tensor:
-        result = None
-        for factor in factors.factors:
-            x = self.tensor(factor, axes)
-            result = x if result is None else result * x
+        """A product of factors in half precision is still one of the float32 numbers that the model cast them to."""
+        tensors = [self.tensor(factor, axes) for factor in factors.factors]
+        if len(tensors) == 1 and factors.coefficient == 1:
+            return tensors[0]
+        result = functools.reduce(torch.mul, [x.float() for x in tensors])
         return result if factors.coefficient == 1 else result * factors.coefficient
 
     def integer(self, value: Element | Lookup, axes: Sequence[Axis | None]) -> Tensor:
@@ -79,6 +87,9 @@ class Values:
                 return result
             return result - torch.arange(self.size(value.row), device=result.device) * value.stride
         element = strip(value)
+        if not isinstance(self.tensors.get(element.node, None), (Tensor, type(None))):
+            # A number that came out of a tensor is the same for every row.
+            return torch.full([self.size(a) for a in axes], self.tensors[element.node], device=self.device)
         if element.axes() <= set(axes) or element.node.target not in ELEMENTWISE:
             return self.tensor(element, axes)
         arguments = [
@@ -159,6 +170,27 @@ def insert(graph: Graph, before: Node, function: Callable[..., object], argument
                 if stack_trace is not None:
                     copies[node].meta.setdefault("stack_trace", stack_trace)
     raise AssertionError("a traced graph ends with an output node")
+
+
+def insert_after(
+    graph: Graph, place: Node, function: Callable[..., object], arguments: Sequence[Node | None]
+) -> object:
+    """:func:`insert` after ``place`` and every argument; what reads the result has to be :func:`settle` d."""
+    return insert(graph, max([place, *(n for n in arguments if n is not None)]).next, function, arguments)
+
+
+def settle(graph: Graph, new: Node) -> None:
+    """Move what reads ``new`` and stands before it behind it, in order, so that the graph stays sorted."""
+    early, todo = set(), [new]
+    while todo:
+        for user in todo.pop().users:
+            if user < new and user not in early:
+                early.add(user)
+                todo.append(user)
+    place = new
+    for node in sorted(early):
+        place.append(node)
+        place = node
 
 
 def fake_mode(graph: Graph) -> torch._subclasses.FakeTensorMode:

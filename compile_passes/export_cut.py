@@ -17,7 +17,9 @@ import recoverssm_ops.ops as ops
 from compile_passes.export_graph import ExportError, StepGraph, ancestors, descendants
 from compile_passes.export_writes import Write, as_write
 from compile_passes.index_notation import aten, prims
-from compile_passes.views import SELECTIONS, STACKS, VIEWS
+from compile_passes.joins import STACKS
+from compile_passes.selections import SELECTIONS
+from compile_passes.views import VIEWS
 
 _COMMITS = (ops.kda_commit, layers_ops.kda_commit_layers)
 # What may stand between the model's num_accepted and a commit's: arithmetic of one tensor that keeps the rows apart.

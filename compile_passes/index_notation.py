@@ -53,6 +53,10 @@ class Digit:
 Index = tuple[Digit, ...]
 
 
+class Unresolvable(Exception):
+    """A request that cannot be expressed on the input: the element stays where it is."""
+
+
 @dataclass(frozen=True)
 class Element:
     """``node[index]``: one scalar of a tensor."""
@@ -136,14 +140,22 @@ def substitute(element: Element, old: Axis, new: Axis | int) -> Element:
 def unify(pattern: Element, element: Element) -> dict[Axis, Axis] | None:
     """Axes of ``pattern`` by the axes of ``element`` in their place; None if anything else differs."""
     names: dict[Axis, Axis] = {}
+    return names if _unify(pattern, element, names) and len(set(names.values())) == len(names) else None
+
+
+def _unify(pattern: Element, element: Element, names: dict[Axis, Axis]) -> bool:
     if len(pattern.index) != len(element.index) or any(
         len(a) != len(b) for a, b in zip(pattern.index, element.index, strict=True)
     ):
-        return None
-    for x, y in zip(pattern.digits(), element.digits(), strict=True):
-        if isinstance(x.value, Axis) and isinstance(y.value, Axis):
-            if names.setdefault(y.value, x.value) is not x.value:
-                return None
-        elif not (isinstance(x.value, int) and isinstance(y.value, int) and x.value == y.value):
-            return None
-    return names if len(set(names.values())) == len(names) else None
+        return False
+    return all(_unify_digit(x.value, y.value, names) for x, y in zip(pattern.digits(), element.digits(), strict=True))
+
+
+def _unify_digit(x: Axis | int | Lookup, y: Axis | int | Lookup, names: dict[Axis, Axis]) -> bool:
+    if isinstance(x, Axis) and isinstance(y, Axis):
+        return names.setdefault(y, x) is x
+    if isinstance(x, Lookup) and isinstance(y, Lookup):
+        if x.element.node is not y.element.node or x.stride != y.stride or (x.row is None) != (y.row is None):
+            return False
+        return _unify(x.element, y.element, names) and (x.row is None or _unify_digit(x.row, y.row, names))
+    return isinstance(x, int) and isinstance(y, int) and x == y

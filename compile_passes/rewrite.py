@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from compile_passes.candidates import Candidate, candidates
 from compile_passes.check import checked
 from compile_passes.dedupe import dedupe_integers
-from compile_passes.find import Window, candidates, match
-from compile_passes.index_notation import ASSERTION, dtype, readers, shape, size_hint
+from compile_passes.find import match
+from compile_passes.index_notation import dtype, readers, shape, size_hint
 from compile_passes.layer_nodes import nodes_of
 from compile_passes.log import log_layer
 from compile_passes.merge_commits import merge_commits
@@ -21,6 +21,7 @@ from compile_passes.origin import module_name
 from compile_passes.reasons import Refused
 from compile_passes.replace import Replacement
 from compile_passes.report import LayerMatch, Report
+from compile_passes.unroll import unroll_scans
 
 Around = Callable[[Replacement], AbstractContextManager]
 
@@ -39,22 +40,25 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
         The report; layers that are not understood completely are left as they were.
     """
     report = Report()
-    for stack in candidates(graph):
+    scans = unroll_scans(graph)
+    for candidate in candidates(graph):
         try:
             # Everything about a window is read and checked before anything is edited. The next window is read afterwards:
             # what it reads may be an output, or a pool, of this one.
-            replacement = Replacement(match(graph, stack))
+            window = match(candidate)
+            replacement = None if window is None else Replacement(window)
         except Refused as refusal:
-            report.layers.append(_refused(stack, refusal))
+            report.layers.append(_refused(candidate, refusal))
             continue
-        layer = _matched(stack, replacement)
+        if replacement is None:
+            continue
+        layer = _matched(replacement)
         with around(replacement), checked(graph, replacement, layer) if check else nullcontext():
             replacement.apply(graph)
-        stable_topological_sort(graph)
-        _drop_unread(graph)
-        if stack in graph.find_nodes(op="call_function", target=stack.target):
-            raise AssertionError(f"states are still used after the rewrite: {stack.name}")
+        _drop_unread(graph, replacement)
         report.layers.append(layer)
+    for scan in scans:
+        scan.settle()
     for layer in report.layers:
         log_layer(layer)
     if report.matched:
@@ -65,18 +69,25 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
     return report
 
 
-def _drop_unread(graph: Graph) -> None:
-    """Dead code, and with it the assertions about values that nothing else reads."""
-    for node in reversed(list(graph.nodes)):
-        asserted = node.args[0] if node.target is ASSERTION else None
-        unread = asserted is not None and asserted.op != "placeholder" and not readers(asserted)
-        dead = node.op == "call_function" and not node.users and not node.is_impure()
-        if unread or dead:
-            graph.erase_node(node)
+def _drop_unread(graph: Graph, replacement: Replacement) -> None:
+    """What only the window read, and with it the assertions about values that nothing else reads."""
+    window = replacement.window
+    todo = [window.anchor, window.selection.node, *replacement.replaced]
+    while todo:
+        node = todo.pop()
+        if node._erased or node.op != "call_function" or node.is_impure() or readers(node):
+            continue
+        for assertion in list(node.users):
+            graph.erase_node(assertion)
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        todo += sources
+    if not all(state.node._erased for state in window.states):
+        raise AssertionError(f"states are still used after the rewrite: {window.anchor.name}")
 
 
-def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
-    window: Window = replacement.window
+def _matched(replacement: Replacement) -> LayerMatch:
+    window = replacement.window
     state = _bytes(window.states[0].node)
     roles = window.roles
     value_heads = 1 if roles.head is None else size_hint(roles.head.size)
@@ -84,16 +95,15 @@ def _matched(stack: Node, replacement: Replacement) -> LayerMatch:
     record = 4 * rows * window.length * value_heads * size_hint(roles.value.size)
     after = record if replacement.commits else record + state
     form = "commit" if replacement.commits else "recover"
-    before, origin = (
-        window.length * state,
-        (module_name(stack), source_line(stack), nodes_of(stack, window.states, replacement)),
-    )
-    return LayerMatch(True, None, source_line(stack), stack.name, before, after, form, *origin)
+    anchor = window.anchor
+    origin = (module_name(anchor), source_line(anchor), nodes_of(anchor, window.states, replacement))
+    return LayerMatch(True, None, source_line(anchor), anchor.name, window.length * state, after, form, *origin)
 
 
-def _refused(stack: Node, refusal: Refused) -> LayerMatch:
-    before = _bytes(stack)
-    seen, origin = refusal.node, (module_name(stack), source_line(stack), nodes_of(stack, stack.args[0]))
+def _refused(candidate: Candidate, refusal: Refused) -> LayerMatch:
+    anchor, seen = candidate.anchor, refusal.node
+    before = len(candidate.states) * _bytes(candidate.states[-1].node)
+    origin = (module_name(anchor), source_line(anchor), nodes_of(anchor, candidate.states))
     return LayerMatch(False, refusal.reason, source_line(seen), seen.name, before, before, None, *origin)
 
 

@@ -1,4 +1,4 @@
-"""Views and selections: an element of the result as an element of the input."""
+"""Views: an element of the result as an element of the input."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from compile_passes.index_notation import (
     Axis,
@@ -15,6 +14,7 @@ from compile_passes.index_notation import (
     Index,
     Lookup,
     Size,
+    Unresolvable,
     aten,
     broadcast,
     dtype,
@@ -22,27 +22,17 @@ from compile_passes.index_notation import (
     same_size,
     shape,
 )
-
-STACKS = (aten.cat.default, aten.stack.default)
-
-
-class Unresolvable(Exception):
-    """A request that cannot be expressed on the input: the element stays where it is."""
+from compile_passes.joins import joined, selected_scatter, sliced_scatter
 
 
-def strip(element: Element, selections: bool = False) -> Element:
-    """Follow views, copies and exact widening casts to the tensor that computed the value.
-
-    With ``selections`` also follow gathers and advanced indexing, which leave :class:`Lookup` digits.
-    """
-    while True:
-        step = VIEWS.get(element.node.target) or (SELECTIONS.get(element.node.target) if selections else None)
-        if element.node.op != "call_function" or step is None:
-            return element
+def strip(element: Element) -> Element:
+    """Follow views, copies and exact widening casts to the tensor that computed the value."""
+    while element.node.op == "call_function" and element.node.target in VIEWS:
         try:
-            element = step(element.node, element.index)
+            element = VIEWS[element.node.target](element.node, element.index)
         except Unresolvable:
-            return element
+            break
+    return element
 
 
 # --- views: (node, index of its result) -> element of its input ---------------------------------------------------------
@@ -130,11 +120,11 @@ def _row_of(element: Element, stride: int) -> Axis | None:
         return next((r for r in rows if r is not None), None)
     if node.target is aten.mul.Tensor and stride in operands:
         counted = strip(broadcast(element.index, operands[0] if operands[1] == stride else operands[1]))
-        return _counter(counted)
-    return _counter(element) if stride == 1 else None
+        return counter(counted)
+    return counter(element) if stride == 1 else None
 
 
-def _counter(element: Element) -> Axis | None:
+def counter(element: Element) -> Axis | None:
     """The axis a of ``arange(n)[a]``."""
     node = element.node
     if node.target is prims.iota.default:
@@ -196,91 +186,30 @@ def _select(node: Node, index: tuple[Index, ...]) -> Element:
 
 
 def _slice(node: Node, index: tuple[Index, ...]) -> Element:
-    """Only a slice of one position, or of everything: another one shifts an axis."""
+    """A slice of everything, or one that is read at a known position: another one shifts an axis."""
     source, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])[:5]
     sizes = shape(source)
     dim %= len(sizes)
     if step == 1 and same_size(shape(node)[dim], sizes[dim]):
         return Element(source, index)
-    if not (same_size(shape(node)[dim], 1) and isinstance(start, int) and isinstance(sizes[dim], int)):
+    if not all(isinstance(x, int) for x in (start or 0, step, sizes[dim], *(d.value for d in index[dim]))):
         raise Unresolvable
-    position = start + sizes[dim] if start < 0 else start
+    if len(index[dim]) > 1 or (not index[dim] and not same_size(shape(node)[dim], 1)):
+        raise Unresolvable
+    start = max(start + sizes[dim], 0) if start is not None and start < 0 else start or 0
+    position = start + step * (index[dim][0].value if index[dim] else 0)
     return Element(source, (*index[:dim], (Digit(position, sizes[dim]),), *index[dim + 1 :]))
 
 
-def _cat(node: Node, index: tuple[Index, ...]) -> Element:
-    """One piece of a cat or stack, where the index says which."""
-    piece, inner = piece_of(node, index)
-    if not isinstance(piece, int):
-        raise Unresolvable
-    return Element(node.args[0][piece], inner)
-
-
-def piece_of(node: Node, index: tuple[Index, ...]) -> tuple[Axis | int | Lookup, tuple[Index, ...]]:
-    """Which piece of a cat or stack of equal pieces an index addresses, and the index within the piece."""
-    pieces = node.args[0]
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    dim %= len(index)
-    if any(not _same_shape(piece, pieces[0]) for piece in pieces) or not index[dim]:
-        raise Unresolvable
-    which, *rest = index[dim]
-    if not same_size(which.size, len(pieces)):
-        raise Unresolvable
-    if node.target is aten.stack.default:
-        return which.value, index[:dim] + index[dim + 1 :]
-    return which.value, (*index[:dim], tuple(rest), *index[dim + 1 :])
-
-
-def _same_shape(a: Node, b: Node) -> bool:
-    return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
-
-
-# --- selections: as views, with looked-up digits ------------------------------------------------------------------------
-
-
-def _looked_up(element: Element, size: Size) -> Index:
-    """``x[arange(n)]`` is x itself; anything else is looked up."""
-    if same_size(size, 1):
-        return ()
-    counted = strip(element)
-    row = _counter(counted)
-    if row is not None and same_size(row.size, size):
-        return (Digit(row, size),)
-    return (Digit(Lookup(element), size),)
-
-
-def _advanced_index(node: Node, index: tuple[Index, ...]) -> Element:
-    source, indices = node.args
-    if any(i is not None and dtype(i) in (torch.bool, torch.uint8) for i in indices):
-        raise Unresolvable
-    used = [p for p, i in enumerate(indices) if i is not None]
-    rank = max(len(shape(indices[p])) for p in used)
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    block, rest = index[first : first + rank], iter(index[:first] + index[first + rank :])
-    sizes = shape(source)
-    result = []
-    for position, size in enumerate(sizes):
-        tensor = indices[position] if position < len(indices) else None
-        result.append(next(rest) if tensor is None else _looked_up(broadcast(block, tensor), size))
-    return Element(source, tuple(result))
-
-
-def _index_select(node: Node, index: tuple[Index, ...]) -> Element:
-    source, dim, tensor = node.args
-    dim %= len(index)
-    looked_up = _looked_up(Element(tensor, (index[dim],)), shape(source)[dim])
-    return Element(source, (*index[:dim], looked_up, *index[dim + 1 :]))
-
-
-def _gather(node: Node, index: tuple[Index, ...]) -> Element:
-    source, dim, tensor = node.args[:3]
-    dim %= len(index)
-    for position, (part, whole) in enumerate(zip(shape(tensor), shape(source), strict=True)):
-        # A gather may ask for a part of the other dimensions. Whether two dynamic sizes are equal is left to a guard.
-        if position != dim and not guard_or_false(part == whole):
+def _flip(node: Node, index: tuple[Index, ...]) -> Element:
+    """Of a dimension that is read at one known position."""
+    source, dims = node.args
+    result = list(index)
+    for dim in (d % len(index) for d in dims):
+        if not all(isinstance(d.value, int) and isinstance(d.size, int) for d in index[dim]):
             raise Unresolvable
-    looked_up = _looked_up(Element(tensor, index), shape(source)[dim])
-    return Element(source, (*index[:dim], looked_up, *index[dim + 1 :]))
+        result[dim] = tuple(Digit(d.size - 1 - d.value, d.size) for d in index[dim])
+    return Element(source, tuple(result))
 
 
 VIEWS = {
@@ -297,8 +226,11 @@ VIEWS = {
     aten.expand.default: _expand,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
-    aten.cat.default: _cat,
-    aten.stack.default: _cat,
+    aten.flip.default: _flip,
+    aten.cat.default: joined,
+    aten.stack.default: joined,
+    aten.select_scatter.default: selected_scatter,
+    aten.slice_scatter.default: sliced_scatter,
     aten.clone.default: _same,
     aten.alias.default: _same,
     aten.detach.default: _same,
@@ -306,10 +238,5 @@ VIEWS = {
     aten._to_copy.default: _cast,
     aten.copy.default: _cast,
     prims.convert_element_type.default: _cast,
-}
-SELECTIONS = {
-    aten.index.Tensor: _advanced_index,
-    aten.index_select.default: _index_select,
-    aten.gather.default: _gather,
 }
 CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.copy.default)

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from compile_passes.algebra import same
+from compile_passes.counts import selects_zeros
 from compile_passes.index_notation import (
     Axis,
     Digit,
@@ -20,6 +21,7 @@ from compile_passes.index_notation import (
     same_size,
     shape,
 )
+from compile_passes.selections import chosen
 from compile_passes.views import CASTS, cast_source, strip
 from compile_passes.window import Selection, Window
 
@@ -34,7 +36,7 @@ class Pool:
 
 def pool_of(window: Window) -> Pool | None:
     """The pool a window's checkpoints were gathered from, if it is laid out ``[slots, HV, V, K]``."""
-    element, roles = strip(window.checkpoint, selections=True), window.roles
+    element, roles = chosen(window.checkpoint), window.roles
     if len(element.index) != 4 or not all(map(_is_axis, element.index[1:], (roles.head, roles.value, roles.key))):
         return None
     rows = element.index[0]
@@ -50,6 +52,8 @@ def _is_axis(index: tuple[Digit, ...], axis: Axis | None) -> bool:
 def find_writeback(window: Window, pool: Pool) -> Node | None:
     """The node that puts the selected state back where the checkpoint came from, if that is its only use."""
     node = window.selection.node
+    if selects_zeros(window.selection.count) or window.selection.dtype not in (torch.float32, dtype(pool.node)):
+        return None
     while len(readers(node)) == 1:
         (user,) = readers(node)
         if user.op == "output":

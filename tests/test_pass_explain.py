@@ -110,7 +110,8 @@ def test_report_says_why_not_and_what_to_do():
     def window(S, layer):
         from spellings import _window
 
-        return _window(s, layer, layer["v"], S, torch.float32)
+        _, states = _window(s, layer, layer["v"], S, torch.float32)
+        return layer["q"], torch.stack(states[1:], 1)
 
     report = explain(step, *inputs(s))
     assert (report.matched, report.refused) == (0, 1)

@@ -51,7 +51,7 @@ def test_exported_graph_is_rewritten_in_place(contraction, checkpoint, dynamic):
 
 def test_outputs_that_are_viewed_as_one_axis():
     """A token's output was dense, and becomes a slice of the window's: ``view`` must not fail on it."""
-    from test_pass_near_misses import make_inputs, plain_step, select
+    from plain_layers import make_inputs, plain_step, select
 
     class Flattened(torch.nn.Module):
         def forward(self, pool, slots, q, k, v, g, beta, n):

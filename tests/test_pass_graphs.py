@@ -56,16 +56,16 @@ def test_graph_with_a_pool_mul():
 %4 getitem(%3)
 %5 getitem(%3)
 %6 reshape(%4)
-%7 reshape(%6)
-%8 sub(input9)
-%9 remainder(%8)
+%7 sub(input9)
+%8 reshape(%6)
+%9 remainder(%7)
 %10 add(%9)
 %11 unsqueeze(%2)
 %12 unsqueeze(%10)
 %13 auto_functionalized_v2(%5, input4, input5, %2, %11, %12, input7, input8, input0)
 %14 getitem(%13)
 %15 copy_(input0, %14)
-return %7""",
+return %8""",
     )
 
 
@@ -80,16 +80,16 @@ def test_graph_with_a_pool_einsum():
 %4 getitem(%3)
 %5 getitem(%3)
 %6 reshape(%4)
-%7 reshape(%6)
-%8 sub(input9)
-%9 remainder(%8)
+%7 sub(input9)
+%8 reshape(%6)
+%9 remainder(%7)
 %10 add(%9)
 %11 unsqueeze(%2)
 %12 unsqueeze(%10)
 %13 auto_functionalized_v2(%5, input4, input5, %2, %11, %12, input7, input8, input0)
 %14 getitem(%13)
 %15 copy_(input0, %14)
-return %7""",
+return %8""",
     )
 
 
@@ -104,16 +104,16 @@ def test_graph_with_a_pool_matmul():
 %4 getitem(%3)
 %5 getitem(%3)
 %6 reshape(%4)
-%7 reshape(%6)
-%8 sub(input9)
-%9 remainder(%8)
+%7 sub(input9)
+%8 reshape(%6)
+%9 remainder(%7)
 %10 add(%9)
 %11 unsqueeze(%2)
 %12 unsqueeze(%10)
 %13 auto_functionalized_v2(%5, input4, input5, %2, %11, %12, input7, input8, input0)
 %14 getitem(%13)
 %15 copy_(input0, %14)
-return %7""",
+return %8""",
     )
 
 
@@ -125,12 +125,12 @@ def test_graph_with_a_functional_state_mul():
 %1 getitem(%0)
 %2 getitem(%0)
 %3 reshape(%1)
-%4 reshape(%3)
-%5 sub(input8)
-%6 remainder(%5)
-%7 add(%6)
-%8 kda_recover(input0, %2, input3, input4, %7, input6, input7)
-return %4, %8""",
+%4 sub(input8)
+%5 remainder(%4)
+%6 add(%5)
+%7 kda_recover(input0, %2, input3, input4, %6, input6, input7)
+%8 reshape(%3)
+return %8, %7""",
     )
 
 
@@ -143,17 +143,17 @@ def test_graph_with_a_whole_buffer_and_nothing_to_fold():
 %1 getitem(%0)
 %2 getitem(%0)
 %3 reshape(%1)
-%4 reshape(%3)
-%5 sub(input8)
-%6 remainder(%5)
-%7 add(%6)
-%8 iota()
-%9 unsqueeze(%8)
-%10 unsqueeze(%7)
-%11 auto_functionalized_v2(%2, input3, input4, %8, %9, %10, input0)
-%12 getitem(%11)
-%13 copy_(input0, %12)
-return %4""",
+%4 sub(input8)
+%5 remainder(%4)
+%6 add(%5)
+%7 iota()
+%8 unsqueeze(%7)
+%9 unsqueeze(%6)
+%10 auto_functionalized_v2(%2, input3, input4, %7, %8, %9, input0)
+%11 getitem(%10)
+%12 reshape(%3)
+%13 copy_(input0, %11)
+return %12""",
     )
 
 

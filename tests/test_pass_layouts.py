@@ -1,34 +1,16 @@
-"""The same layer on tensors laid out otherwise: axes exchanged, sizes that coincide, inputs shared, repeated or broadcast.
+"""The same layer on tensors laid out otherwise: axes exchanged, sizes that coincide, other slots and pools.
 
 Whatever the pass rewrites here has to compute what the original did; most of it it should rewrite.
 """
 
 import pytest
 import torch
-from rewriting import DROPS_ROUND_TRIPS, assert_within_budget, compile_rewritten, copied, run_rewritten
-from test_pass_near_misses import SLOTS, B, T, correction, decay, make_inputs, plain_step, read, select, write
-from torch.utils import _pytree as pytree
+from layouts import Layouts, check_layout, kind, run_window
+from plain_layers import SLOTS, B, T, make_inputs, plain_step, select
+from rewriting import compile_rewritten, copied, run_rewritten
 
-CASES = {}
-
-
-def case(form: str | None, inputs=make_inputs):
-    """``form`` is what the pass makes of it: "commit", "recover", or None where it may refuse."""
-
-    def add(fn):
-        CASES[fn.__name__] = (form, fn, inputs)
-        return fn
-
-    return add
-
-
-def run_window(S, q, k, v, g, beta, order=None, stack_dim=1):
-    outs, states = [], []
-    for t in order or range(q.shape[1]):
-        S, o = plain_step(S, q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t])
-        outs.append(o)
-        states.append(S)
-    return torch.stack(outs, 1), torch.stack(states, stack_dim)
+CASES = Layouts()
+case = CASES.case
 
 
 @case("commit")
@@ -241,196 +223,6 @@ def one_position_per_head(pool, slots, q, k, v, g, beta, n):
     return o
 
 
-@case("commit")
-def tokens_stacked_first(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, k, v, g, beta, stack_dim=0)
-    pool[slots] = states[n - 1, torch.arange(B)]
-    return o
-
-
-@case("commit")
-def tokens_stacked_last(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, k, v, g, beta, stack_dim=-1)
-    pool[slots] = states.gather(-1, (n - 1).view(B, 1, 1, 1, 1).expand(*states.shape[:-1], 1)).squeeze(-1)
-    return o
-
-
-@case("commit")
-def tokens_in_reverse(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, k, v, g, beta, order=range(T - 1, -1, -1))
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def tokens_counted_from_the_end(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, k, v, g, beta, order=range(-T, 0))
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def tokens_out_of_order(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, k, v, g, beta, order=(1, 0, 2))
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def one_token_three_times(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, k, v, g, beta, order=(1, 1, 1))
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit", lambda: make_inputs(T=5))
-def part_of_a_longer_window(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, k, v, g, beta, order=(1, 2, 3))
-    pool[slots] = states[torch.arange(B), (n - 1) % 3]
-    return o
-
-
-@case("commit")
-def tokens_of_all_rows_in_one_axis(pool, slots, q, k, v, g, beta, n):
-    """[B * T, ...], as packed models have it."""
-    packed = (x.flatten(0, 1) * 1 for x in (q, k, v, g, beta))
-    o, states = run_window(pool[slots], *(x.unflatten(0, (-1, T)) for x in packed))
-    pool[slots] = select(states, n)
-    return o.flatten(0, 1)
-
-
-@case("commit", lambda: make_inputs(K=6))
-def one_tensor_for_q_k_and_v(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], k, k, k, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit", lambda: make_inputs(K=6))
-def value_is_gate_and_key(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q, g, g, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def inputs_broadcast_over_rows_and_heads(pool, slots, q, k, v, g, beta, n):
-    o, states = run_window(pool[slots], q[:1], k[:, :, :1], v[:1, :, :1], g[:1, :, :1], beta[:, :, :1])
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def inputs_alike_for_all_tokens(pool, slots, q, k, v, g, beta, n):
-    S, outs, states = pool[slots], [], []
-    for _ in range(T):
-        S, o = plain_step(S, q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0])
-        outs.append(o)
-        states.append(S)
-    pool[slots] = select(torch.stack(states, 1), n)
-    return torch.stack(outs, 1)
-
-
-@case("commit")
-def constant_step_size(pool, slots, q, k, v, g, beta, n):
-    S, outs, states = pool[slots], [], []
-    for t in range(T):
-        S = decay(S, g[:, t])
-        S = write(S, v[:, t] - read(S, k[:, t]), k[:, t])
-        outs.append(read(S, q[:, t]))
-        states.append(S)
-    pool[slots] = select(torch.stack(states, 1), n)
-    return torch.stack(outs, 1)
-
-
-@case("commit")
-def step_size_in_two_factors(pool, slots, q, k, v, g, beta, n):
-    S, outs, states = pool[slots], [], []
-    for t in range(T):
-        S = decay(S, g[:, t])
-        u = beta[:, t].unsqueeze(-1) * correction(S, k[:, t], v[:, t], beta[:, t].cos())
-        S = write(S, u, k[:, t])
-        outs.append(3.0 * read(S, q[:, t]))
-        states.append(S)
-    pool[slots] = select(torch.stack(states, 1), n)
-    return torch.stack(outs, 1)
-
-
-@case("commit")
-def bias_of_a_scalar_gate_per_channel(pool, slots, q, k, v, g, beta, n):
-    """The raw gate has no key axis, its bias does."""
-    A, bias = k[0, 0, :, 0], k[0, 0]
-    log_decay = -A.exp()[:, None] * torch.nn.functional.softplus(g[..., :1] + bias)
-    o, states = run_window(pool[slots], q, k, v, log_decay, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def gate_with_one_rate_for_all_heads(pool, slots, q, k, v, g, beta, n):
-    log_decay = -2.0 * torch.sigmoid(k[0, 0, 0, 0].exp() * (g + k[0, 0, 0]))
-    o, states = run_window(pool[slots], q, k, v, log_decay, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def gate_that_differs_between_tokens(pool, slots, q, k, v, g, beta, n):
-    bounds = (-1.0, -2.0, -3.0)
-    log_decay = torch.stack([bound * torch.sigmoid(g[:, t]) for t, bound in enumerate(bounds)], 1)
-    o, states = run_window(pool[slots], q, k, v, log_decay, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def query_scale_that_differs_between_tokens(pool, slots, q, k, v, g, beta, n):
-    q = torch.stack([q[:, t] * (t + 1.0) for t in range(T)], 1)
-    o, states = run_window(pool[slots], q, k, v, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def norm_over_heads_too(pool, slots, q, k, v, g, beta, n):
-    q, k = (x * torch.rsqrt(x.square().sum((-1, -2), keepdim=True) + 1e-6) for x in (q, k))
-    o, states = run_window(pool[slots], q, k, v, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit", lambda: make_inputs(H=8))
-def norm_over_heads_where_there_are_as_many_as_channels(pool, slots, q, k, v, g, beta, n):
-    q, k = (x * torch.rsqrt(x.square().sum(-2, keepdim=True) + 1e-6) for x in (q, k))
-    o, states = run_window(pool[slots], q, k, v, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def norm_of_another_tensor(pool, slots, q, k, v, g, beta, n):
-    root = torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
-    o, states = run_window(pool[slots], q * root, k * root, v, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def norm_with_another_epsilon(pool, slots, q, k, v, g, beta, n):
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-2) for x in (q, k))
-    o, states = run_window(pool[slots], q, k, v, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
-@case("commit")
-def norm_of_mean_squares(pool, slots, q, k, v, g, beta, n):
-    q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * 0.2 for x in (q, k))
-    o, states = run_window(pool[slots], q, k, v, g, beta)
-    pool[slots] = select(states, n)
-    return o
-
-
 @case("recover")
 def rows_times_heads_in_one_axis(pool, slots, q, k, v, g, beta, n):
     q, k, v, g, beta = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, g, beta))
@@ -483,33 +275,9 @@ def state_of_a_fixed_slot(pool, slots, q, k, v, g, beta, n):
     return o
 
 
-def run(name, dynamic):
-    form, fn, inputs = CASES[name]
-    args = inputs()
-    eager_args, oracle_args = copied(args), copied(args)
-    result, seen = run_rewritten(fn, *args, dynamic=dynamic)
-    if name == "rounded_twice_before_the_write" and not seen.rounds:
-        pytest.skip(DROPS_ROUND_TRIPS)
-    eager = fn(*eager_args)
-    with torch.no_grad():
-        oracle_args = [x.double() if x.is_floating_point() else x for x in oracle_args]
-        oracle = fn(*oracle_args)
-    trees = ((result, args[0]), (eager, eager_args[0]), (oracle, oracle_args[0]))
-    for x, y, z in zip(*map(pytree.tree_leaves, trees), strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-        assert_within_budget(x, y, z, name)
-    return form, seen.report
-
-
-# Dynamic tracing is slow, and sizes that coincide matter most there.
-BOTH = [(name, False) for name in CASES] + [(name, True) for name in list(CASES)[::4]]
-
-
-@pytest.mark.parametrize(("name", "dynamic"), BOTH, ids=lambda x: {False: "static", True: "dynamic"}.get(x, x))
+@pytest.mark.parametrize(("name", "dynamic"), CASES.parameters(), ids=kind)
 def test_layout(name, dynamic):
-    form, report = run(name, dynamic)
-    if form is not None:
-        assert [(layer.reason, layer.form) for layer in report.layers] == [(None, form)]
+    check_layout(*CASES[name], dynamic)
 
 
 def test_two_layers_that_share_a_pool():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rewriting import assert_within_budget, copied, run_rewritten, verify_calls
-from spellings import Spelling, Step, covering_sample, inputs
+from spellings import CHOICES, Spelling, Step, covering_sample, inputs, possible
 from torch.utils import _pytree as pytree
 
 SAMPLE = covering_sample(44)
@@ -25,15 +25,15 @@ def check(s: Spelling) -> None:
     dynamic = {"static": False, "batch_dynamic": None, "all_dynamic": True}[s.shapes]
     args = inputs(s)
     eager_args, oracle_args = copied(args), copied(args)
-    result, seen = run_rewritten(Step(s), *args, dynamic=dynamic)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        result, seen = run_rewritten(Step(s), *args, dynamic=dynamic)
     eager, oracle = Step(s)(*eager_args), Step(s, torch.float64)(*oracle_args)
 
     layers = seen.report.layers
     assert [layer.reason for layer in layers] == [None] * s.layers
-    form = "recover" if s.checkpoint == "functional" else "commit"
-    assert [layer.form for layer in layers] == [form] * s.layers
+    assert [layer.form for layer in layers] == [s.form] * s.layers
     found = verify_calls(seen.graph)
-    assert len(found) == s.layers
+    assert len(found) == (0 if s.update == "none" else s.layers)
     for call in found:
         assert {flag: call[flag] for flag in s.flags} == s.flags
     for kind, actual, expected, exact in (
@@ -52,4 +52,32 @@ def test_b29_spelling_is_rewritten(spelling):
 
 @pytest.mark.parametrize("spelling", PARTICULAR, ids=str)
 def test_particular_shapes(spelling):
+    check(spelling)
+
+
+ALTERNATIVES = (
+    "update",
+    "layout",
+    "stacking",
+    "selection",
+    "outputs",
+    "projection",
+    "gate",
+    "l2norm",
+    "beta",
+    "checkpoint",
+)
+CHANGES = [
+    {name: choice, "shapes": shapes}
+    for name in ALTERNATIVES
+    for choice in CHOICES[name]
+    for shapes in CHOICES["shapes"]
+]
+EACH = [possible(Spelling(T=2, **change)) for change in CHANGES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", dict.fromkeys(EACH), ids=str)
+def test_every_choice_in_every_shape_mode(spelling):
+    """The rows of the table in docs/pass.md."""
     check(spelling)

@@ -1,0 +1,34 @@
+"""docs/pass.md says what the tests check: its tables are made from the grammar and from the reasons."""
+
+from pathlib import Path
+
+from spellings import CHOICES, Spelling
+from test_pass_spellings import ALTERNATIVES
+
+from compile_passes import REASONS
+
+TEXT = (Path(__file__).parents[1] / "docs" / "pass.md").read_text()
+
+
+def spellings_table() -> str:
+    """One row a choice; ``test_every_choice_in_every_shape_mode`` checks each of them in the three shape modes."""
+    rows = ["| what | how it is written | static | dynamic batch | all dynamic |", "|---|---|---|---|---|"]
+    for name in ALTERNATIVES:
+        for choice in CHOICES[name]:
+            form = Spelling(**{name: choice}).form
+            batch = "-" if choice == "take_along_dim" else form  # torch fixes the batch there
+            rows.append(f"| {name} | {choice} | {form} | {batch} | {form} |")
+    return "\n".join(rows)
+
+
+def reasons_table() -> str:
+    rows = ["| reason | what was found; what to do |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{reason}` | {text} |" for reason, text in REASONS.items())])
+
+
+def test_table_of_spellings_is_the_grammar():
+    assert spellings_table() in TEXT
+
+
+def test_table_of_reasons_is_complete():
+    assert reasons_table() in TEXT
