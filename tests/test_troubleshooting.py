@@ -16,7 +16,7 @@ LAYER, *SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)
 SECTIONS = {section.split("\n", 1)[0].strip(): dict(BLOCK.findall(section)) for section in SECTIONS}
 EXAMPLES = [(reason, kind) for reason, blocks in SECTIONS.items() for kind in blocks]
 # Nothing that the reader can write differently would help.
-WITHOUT_CURE = {"head_too_large", "missing_delta"}
+WITHOUT_CURE = {"head_too_large"}
 
 
 def run(code: str) -> dict:
