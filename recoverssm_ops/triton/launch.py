@@ -16,6 +16,8 @@ from recoverssm_ops.triton.verify import verify_kernel
 
 # No more programs than this: less than one for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 96
+# Triton 3.8 keeps more of a loop's operands in registers: one warp of tf32 pieces would spill.
+KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 # exp(-G) of the factored couplings stays below e^80, and its product with a unit vector finite in float32.
 MAX_FACTORED_EXPONENT = 80.0
 
@@ -29,16 +31,18 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
     TP = max(8, triton.next_power_of_2(window))
     BK = max(16, triton.next_power_of_2(key_dim))
     PART = max(16, triton.next_power_of_2(value_dim))
-    large = TP * BK > 2048
+    pieces, large = _pieces(state_dtype), TP * BK > 2048
     few = programs <= FEW_PROGRAMS and not large
     warps = max(1, min(8, TP * BK // 1024))
-    rows = 32 if state_dtype.itemsize == 2 and warps * 1024 >= TP * BK else 16
+    rows = 32 if pieces and warps * 1024 >= TP * BK else 16
     if few:
-        warps = min(8, (4 if state_dtype.itemsize == 2 else 8) * warps)
+        warps = min(8, (4 if pieces else 8) * warps)
         rows = 128 // warps
+    elif not pieces and KEEPS_OPERANDS:
+        warps, rows = 2 * warps, 8
     stages = 1 if few or large else 2
     BV = min(rows * warps, PART, _most_rows(BK * state_dtype.itemsize, 1 if few else 2))
-    return {"TP": TP, "BK": BK, "BV": BV, "PIECES": _pieces(state_dtype), "STAGES": stages, "num_warps": warps}
+    return {"TP": TP, "BK": BK, "BV": BV, "PIECES": pieces, "STAGES": stages, "num_warps": min(8, warps)}
 
 
 def commit_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
