@@ -130,22 +130,8 @@ def commit_program(
             written = written & (in_place == (index >= M))
         if written & (n > 0):
             keys, whole = decayed_keys(
-                k,
-                g,
-                n,
-                k_token,
-                g_token,
-                rate,
-                bias,
-                r,
-                kk,
-                K,
-                LOWER_BOUND,
-                SCALAR_GATE,
-                USE_L2NORM,
-                USE_GATE,
-                PIECES == 0,
-            )
+                k, g, n, k_token, g_token, rate, bias, r, kk, K, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE, PIECES == 0
+            )  # fmt: skip
             keys = cut(keys, PIECES)
             for v0 in tl.range(begin, begin + PART, BV, num_stages=STAGES):
                 vv = v0 + tl.arange(0, BV)

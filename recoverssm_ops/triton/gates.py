@@ -11,8 +11,6 @@ import triton.language as tl
 from recoverssm_ops.gates import L2NORM_EPS
 
 _EPS = tl.constexpr(L2NORM_EPS)
-
-
 _LOG2E = tl.constexpr(1.44269502162933349609375)  # as a float32
 _LN2 = tl.constexpr(0.6931471805599453)
 

@@ -3,7 +3,8 @@
 An operand is cut into pieces of 8 (bf16) or 11 (tf32) significant bits, which is exact: the next piece is the difference.
 Bits are cleared or rounded by integer instructions; a lone rounding to bf16 runs at a fraction of that rate.
 
-``PIECES`` says how fine: 3 bf16 pieces hold a float32 exactly, 2 hold 16 of its 24 bits; 0 stands for two tf32 pieces, 22 bits.
+``PIECES`` says how fine: 2 for two bf16 pieces, 16 of a float32's 24 bits; 0 for two tf32 pieces, 22 bits. A tensor that the
+matrix unit takes exactly (a bf16 state beside bf16 pieces, a float16 one beside tf32 pieces) is its own only piece.
 """
 
 import triton
