@@ -30,7 +30,7 @@ from benchmarks.reporting import check_at_least, check_device, console_for_table
 from benchmarks.step_ways import DTYPES, MERGED, REWRITTEN, UNTOUCHED, Prepared, Setting, in_parallel, prepare
 from benchmarks.step_ways import rewritten_layers as count_layers
 from benchmarks.timing import alternate, quartiles
-from compile_passes.report import readable
+from compile_passes.reporting.report import readable
 from models.captured_step import CapturedStep
 from models.config import PRESETS
 from models.memory import peak_allocation

@@ -6,16 +6,16 @@ print(explain(step, *args))                        # what is rewritten, and why 
 verify, commit = split_step(verify, commit)        # where acceptance is decided between two functions
 """
 
-from compile_passes.check import RewriteCheckError
+from compile_passes.checking.check import RewriteCheckError
 from compile_passes.explain import explain
-from compile_passes.export_load import load_step
-from compile_passes.export_step import ExportedStep, export_step
+from compile_passes.exporting.load import load_step
+from compile_passes.exporting.step import ExportedStep, export_step
 from compile_passes.install import recoverssm_passes
-from compile_passes.reasons import REASONS
+from compile_passes.matching.reasons import REASONS
 from compile_passes.recover_pass import RecoverSSMPass
-from compile_passes.report import LayerMatch, Report
+from compile_passes.reporting.report import LayerMatch, Report
 from compile_passes.rewrite import rewrite
-from compile_passes.split import SplitStep, split_step
+from compile_passes.splitting.split import SplitStep, split_step
 
 __all__ = [
     "REASONS",

@@ -7,9 +7,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from compile_passes.install import SLOT
-from compile_passes.log import warn_if_nothing_was_rewritten
 from compile_passes.recover_pass import RecoverSSMPass
-from compile_passes.report import Report
+from compile_passes.reporting.log import warn_if_nothing_was_rewritten
+from compile_passes.reporting.report import Report
 
 
 def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None):

@@ -16,9 +16,9 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from compile_passes.index_notation import size_hint
+from compile_passes.reading.index_notation import size_hint
 from compile_passes.recover_pass import check_views
-from compile_passes.report import Report
+from compile_passes.reporting.report import Report
 from compile_passes.rewrite import rewrite
 
 

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 import recoverssm_ops.layers_ops as layers_ops
 import recoverssm_ops.ops as ops
-from compile_passes.report import Report
+from compile_passes.reporting.report import Report
 from compile_passes.rewrite import rewrite
 
 _COMMITS = (ops.kda_commit, layers_ops.kda_commit_layers)
@@ -67,7 +67,7 @@ class RecoverSSMPass(CustomGraphPass):
         """Of everything that decides what the pass produces; schemas are not part of Inductor's own key."""
         digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers} {self.check}".encode())
         # The gate's formulas are traced into graphs, where there is no operator for them.
-        for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(ops.__file__).parent / "gates.py"):
+        for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(ops.__file__).parent / "gates.py"):
             digest.update(path.read_bytes())
         for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS):
             digest.update(schema.encode())

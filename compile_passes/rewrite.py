@@ -9,19 +9,19 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.fx import Graph, Node
 
-from compile_passes.candidates import Candidate, candidates
-from compile_passes.check import checked
-from compile_passes.dedupe import dedupe_integers
-from compile_passes.find import match
-from compile_passes.index_notation import dtype, readers, shape, size_hint
-from compile_passes.layer_nodes import nodes_of
-from compile_passes.log import log_layer
-from compile_passes.merge_commits import merge_commits
-from compile_passes.origin import module_name
-from compile_passes.reasons import Refused
-from compile_passes.replace import Replacement
-from compile_passes.report import LayerMatch, Report
-from compile_passes.unroll import unroll_scans
+from compile_passes.checking.check import checked
+from compile_passes.matching.find import match
+from compile_passes.matching.reasons import Refused
+from compile_passes.reading.candidates import Candidate, candidates
+from compile_passes.reading.index_notation import dtype, readers, shape, size_hint
+from compile_passes.replacing.dedupe import dedupe_integers
+from compile_passes.replacing.merge_commits import merge_commits
+from compile_passes.replacing.replace import Replacement
+from compile_passes.replacing.unroll import unroll_scans
+from compile_passes.reporting.layer_nodes import nodes_of
+from compile_passes.reporting.log import log_layer
+from compile_passes.reporting.origin import module_name
+from compile_passes.reporting.report import LayerMatch, Report
 
 Around = Callable[[Replacement], AbstractContextManager]
 

@@ -6,7 +6,7 @@ import torch
 from spellings import Spelling, _read, _select, _stack, _window
 from torch import Tensor
 
-from compile_passes.recorded_states import RecordedStates
+from compile_passes.splitting.recorded_states import RecordedStates
 
 
 def window(s: Spelling, layer: dict[str, Tensor], v: Tensor, S: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks import compile_time
 from benchmarks.compile_time import copy_of, exponent, graph_before_the_pass
-from compile_passes import rewrite, views
+from compile_passes import rewrite
+from compile_passes.reading import views
 
 
 @contextlib.contextmanager

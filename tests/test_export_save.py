@@ -10,8 +10,8 @@ from test_export_step import function_inputs, plain_function
 from test_ops_export import fresh_process
 
 from compile_passes import export_step, load_step
-from compile_passes.export_graph import ExportError
-from compile_passes.export_manifest import FORMAT, Manifest, ManifestError
+from compile_passes.exporting.graph import ExportError
+from compile_passes.exporting.manifest import FORMAT, Manifest, ManifestError
 
 
 @pytest.fixture(scope="module")

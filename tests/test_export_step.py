@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 import recoverssm_ops as rs
 from compile_passes import export_step
-from compile_passes.export_forms import OPERATORS
-from compile_passes.export_graph import ExportError
-from compile_passes.export_step import NotRewrittenError
+from compile_passes.exporting.forms import OPERATORS
+from compile_passes.exporting.graph import ExportError
+from compile_passes.exporting.step import NotRewrittenError
 from models.memory import peak_allocation
 
 FORMS = {

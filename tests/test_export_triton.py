@@ -16,7 +16,7 @@ from exporting import (
 from test_ops_export import REPOSITORY, fresh_process
 
 from compile_passes import export_step, load_step
-from compile_passes.export_graph import ExportError
+from compile_passes.exporting.graph import ExportError
 from models.memory import peak_allocation
 
 # Inductor asks Triton which arguments a kernel writes, and Triton asks for the GPU it would compile for.

@@ -9,10 +9,12 @@ from test_pass_spellings import PARTICULAR, SAMPLE
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.utils import _pytree as pytree
 
-import compile_passes.replace as replace
+import compile_passes.replacing.replace as replace
 import recoverssm_ops.ops as ops
-from compile_passes import RecoverSSMPass, RewriteCheckError, check, fold, recoverssm_passes
+from compile_passes import RecoverSSMPass, RewriteCheckError, recoverssm_passes
+from compile_passes.checking import check
 from compile_passes.install import SLOT
+from compile_passes.matching import fold
 
 aten = torch.ops.aten
 

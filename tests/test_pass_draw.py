@@ -9,8 +9,8 @@ from small_layer import STATE_RETURNED, make_inputs
 from spellings import Spelling, Step, inputs
 
 from compile_passes import REASONS, LayerMatch, Report, explain
-from compile_passes.draw import BARS, LETTER, WIDTH
-from compile_passes.layer_nodes import LayerNodes
+from compile_passes.reporting.draw import BARS, LETTER, WIDTH
+from compile_passes.reporting.layer_nodes import LayerNodes
 
 SVG = "{http://www.w3.org/2000/svg}"
 

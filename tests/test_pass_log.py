@@ -13,8 +13,9 @@ from small_layer import MEAN_OF_STATES, STATE_RETURNED, make_inputs
 from spellings import Spelling, Step, inputs
 from torch._inductor import config
 
-from compile_passes import REASONS, explain, log
+from compile_passes import REASONS, explain
 from compile_passes.backend import recoverssm
+from compile_passes.reporting import log
 
 S = Spelling(T=2)
 

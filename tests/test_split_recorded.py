@@ -8,7 +8,7 @@ from spellings import Spelling, inputs
 from split_halves import halves
 
 from compile_passes import split_step
-from compile_passes.recorded_states import RecordedStates, StatesNotKept
+from compile_passes.splitting.recorded_states import RecordedStates, StatesNotKept
 
 
 @pytest.fixture(autouse=True)

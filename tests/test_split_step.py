@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import recoverssm_ops.ops as ops
 from compile_passes import split_step
-from compile_passes.recorded_states import RecordedStates
+from compile_passes.splitting.recorded_states import RecordedStates
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ def test_every_reason_has_an_example():
     missing, unknown = set(REASONS) - set(SECTIONS), set(SECTIONS) - set(REASONS)
     assert not missing, f"docs/troubleshooting.md lacks a section for {sorted(missing)}"
     assert not unknown, (
-        f"docs/troubleshooting.md explains {sorted(unknown)}, which compile_passes/reasons.py does not know"
+        f"docs/troubleshooting.md explains {sorted(unknown)}, which compile_passes/matching/reasons.py does not know"
     )
 
 

@@ -1,0 +1,1 @@
+"""``export_step``: a rewritten step for runtimes without Python."""

@@ -1,0 +1,1 @@
+"""A speculative window recognised in what was read, or the reason why not. Edits nothing."""

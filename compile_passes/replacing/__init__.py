@@ -1,0 +1,1 @@
+"""A recognised window exchanged for verify, commit and recover."""

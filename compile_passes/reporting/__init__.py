@@ -1,0 +1,1 @@
+"""What the pass did, for people: tables, log lines, pictures."""
