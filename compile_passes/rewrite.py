@@ -13,10 +13,11 @@ from compile_passes.checking.check import checked
 from compile_passes.matching.find import match
 from compile_passes.matching.reasons import Refused
 from compile_passes.reading.candidates import Candidate, candidates
-from compile_passes.reading.index_notation import dtype, readers, shape, size_hint
+from compile_passes.reading.index_notation import dtype, shape, size_hint
 from compile_passes.replacing.dedupe import dedupe_integers
 from compile_passes.replacing.merge_commits import merge_commits
 from compile_passes.replacing.replace import Replacement
+from compile_passes.replacing.unread import drop_unread
 from compile_passes.replacing.unroll import unroll_scans
 from compile_passes.reporting.layer_nodes import nodes_of
 from compile_passes.reporting.log import log_layer
@@ -72,16 +73,7 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
 def _drop_unread(graph: Graph, replacement: Replacement) -> None:
     """What only the window read, and with it the assertions about values that nothing else reads."""
     window = replacement.window
-    todo = [window.anchor, window.selection.node, *replacement.replaced]
-    while todo:
-        node = todo.pop()
-        if node._erased or node.op != "call_function" or node.is_impure() or readers(node):
-            continue
-        for assertion in list(node.users):
-            graph.erase_node(assertion)
-        sources = node.all_input_nodes
-        graph.erase_node(node)
-        todo += sources
+    drop_unread(graph, [window.anchor, window.selection.node, *replacement.replaced])
     if not all(state.node._erased for state in window.states):
         raise AssertionError(f"states are still used after the rewrite: {window.anchor.name}")
 

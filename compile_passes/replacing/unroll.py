@@ -69,6 +69,7 @@ def _body(graph: Graph, node: Node) -> GraphModule | None:
     body, init, xs, extra = node.args
     tensors = all(isinstance(x, Node) and isinstance(x.meta["val"], Tensor) for x in (*init, *xs, *extra))
     reads = all(user.target is operator.getitem for user in node.users)
+    reads &= any(user.users for user in node.users)  # else it was written out before
     if not init or not xs or not tensors or not reads or graph.owning_module is None:
         return None
     tokens = shape(xs[0])[0]

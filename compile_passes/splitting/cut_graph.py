@@ -36,10 +36,10 @@ def cut(traced: Traced, records: Iterable[Node]) -> tuple[Half, Half]:
     first_writes, second_writes = traced.writes(0), traced.writes(1)
     outputs, results = traced.returned("output"), traced.returned("result")
     order = {node: place for place, node in enumerate(traced.graph.nodes)}
-    first = _ancestors([*outputs, *(value for _, value in first_writes), *records])
+    first = ancestors([*outputs, *(value for _, value in first_writes), *records])
     wanted = [*results, *(value for _, value in second_writes)]
     # Followed only as far as the first half, which hands over what is read at that border.
-    second = _ancestors(wanted, stop=first)
+    second = ancestors(wanted, stop=first)
     read = {n for node in second - first for n in node.all_input_nodes} | set(wanted) | set(records)
     crossing = sorted((n for n in read & first if n.op != "placeholder"), key=order.get)
     kept = sorted((n for n in (read & first) | second if n.op == "placeholder"), key=order.get)
@@ -47,14 +47,14 @@ def cut(traced: Traced, records: Iterable[Node]) -> tuple[Half, Half]:
     in_order = sorted(first, key=order.get)
     inputs = [n for n in in_order if n.op == "placeholder"]
     outputs = [*outputs, *crossing]
-    one = Half(_module(traced.graph, inputs, in_order, outputs, first_writes), inputs, outputs)
+    one = Half(module_of(traced.graph, inputs, in_order, outputs, first_writes), inputs, outputs)
     inputs = [*crossing, *kept]
     in_order = sorted(second - first, key=order.get)
-    two = Half(_module(traced.graph, inputs, in_order, results, second_writes), inputs, results)
+    two = Half(module_of(traced.graph, inputs, in_order, results, second_writes), inputs, results)
     return one, two
 
 
-def _ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     found, todo = set(), list(nodes)
     while todo:
         node = todo.pop()
@@ -64,7 +64,7 @@ def _ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return found
 
 
-def _module(joint: Graph, inputs: list[Node], nodes: list[Node], outputs: list[Node], writes: list) -> GraphModule:
+def module_of(joint: Graph, inputs: list[Node], nodes: list[Node], outputs: list[Node], writes: list) -> GraphModule:
     """A module of a part of the joint graph that writes its inputs in place, as the model does."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -79,6 +79,10 @@ def _module(joint: Graph, inputs: list[Node], nodes: list[Node], outputs: list[N
             _commit(graph, node, copies, place)
         elif node.target is operator.getitem and _is_pool(node):
             copies[node] = copies[node.args[0]]
+        elif _may_write(node, writes, place):
+            target = copies[node.args[0]]
+            graph.call_function(aten.index_put_.default, (target, *torch.fx.map_arg(node.args[1:], copies.get)))
+            copies[node] = target
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
     for target, value in writes:
@@ -87,6 +91,12 @@ def _module(joint: Graph, inputs: list[Node], nodes: list[Node], outputs: list[N
     graph.output(tuple(copies[node] for node in outputs))
     graph.lint()
     return GraphModule(torch.nn.Module(), graph)
+
+
+def _may_write(node: Node, writes: list, place: dict[Node, int]) -> bool:
+    """Whether an ``index_put`` makes the new contents of an input whose old ones nobody reads later."""
+    target = node.args[0] if node.target is aten.index_put.default else None
+    return (target, node) in writes and not any(place[user] > place[node] for user in target.users if user in place)
 
 
 def _is_pool(node: Node) -> bool:
