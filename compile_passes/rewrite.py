@@ -18,7 +18,7 @@ from compile_passes.replacing.dedupe import dedupe_integers
 from compile_passes.replacing.merge_commits import merge_commits
 from compile_passes.replacing.replace import Replacement
 from compile_passes.replacing.unread import drop_unread
-from compile_passes.replacing.unroll import unroll_scans
+from compile_passes.replacing.unroll import unroll_loops
 from compile_passes.reporting.layer_nodes import nodes_of
 from compile_passes.reporting.log import log_layer
 from compile_passes.reporting.origin import module_name
@@ -41,7 +41,7 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
         The report; layers that are not understood completely are left as they were.
     """
     report = Report()
-    scans = unroll_scans(graph)
+    loops = unroll_loops(graph)
     for candidate in candidates(graph):
         try:
             # Everything about a window is read and checked before anything is edited. The next window is read afterwards:
@@ -58,8 +58,8 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
             replacement.apply(graph)
         _drop_unread(graph, replacement)
         report.layers.append(layer)
-    for scan in scans:
-        scan.settle()
+    for loop in loops:
+        loop.settle()
     for layer in report.layers:
         log_layer(layer)
     if report.matched:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from compile_passes.matching.slot_pools import MAX_COLUMNS, SlotPool, find_slot_pools
 from compile_passes.replacing.dedupe import dedupe_integers
-from compile_passes.replacing.unroll import unroll_scans
+from compile_passes.replacing.unroll import unroll_loops
 from compile_passes.reporting.report import Report
 from compile_passes.rewrite import rewrite
 from compile_passes.splitting.cut_graph import ancestors, module_of
@@ -174,18 +174,18 @@ class SlotStep:
 
     def _trace(self, call: Call, tensors: list[Tensor]) -> Rewritten:
         traced = trace(self._step, call, tensors, self._dynamic)
-        scans, found, why = self._find(traced)
+        loops, found, why = self._find(traced)
         # The records are as wide as the table: that size is a number.
         widths = [f.table.width for f in found if isinstance(f.table.width, torch.SymInt)]
         if widths:
             static = frozenset().union(*map(traced.dims_of, widths))
             traced = trace(self._step, call, tensors, self._dynamic, static)
-            scans, found, why = self._find(traced)
+            loops, found, why = self._find(traced)
         graph = traced.graph
         with kept(graph, [keep_first(graph, pool) for pool in found]) as columns:
             self.report = rewrite(graph, check=self._check)
-        for scan in scans:
-            scan.settle()
+        for loop in loops:
+            loop.settle()
         after = dict(traced.writes)
         refused = [layer for layer in self.report.layers if not layer.matched]
         reasons = [f"{pool.name}: {text}" for pool, text in why.items()]
@@ -206,7 +206,7 @@ class SlotStep:
 
     @staticmethod
     def _find(traced: TracedStep) -> tuple[list, list[SlotPool], dict[Node, str]]:
-        scans = unroll_scans(traced.graph)
+        loops = unroll_loops(traced.graph)
         found, why = find_slot_pools(traced.graph)
         pools = {value: pool for pool, value in traced.writes}
         found = [f for f in found if pools.get(f.written) is f.pool]
@@ -214,7 +214,7 @@ class SlotStep:
             width = f.table.width
             if isinstance(width, int) and not len(f.states) <= width <= MAX_COLUMNS:
                 why[f.pool] = f"the table's width has to be from {len(f.states)} to {MAX_COLUMNS}, but is {width}"
-        return scans, found, why
+        return loops, found, why
 
     def _modules(self, rewritten: Rewritten) -> Rewritten:
         traced, layers = rewritten.traced, rewritten.layers
