@@ -76,10 +76,10 @@ def module_of(joint: Graph, inputs: list[Node], nodes: list[Node], outputs: list
         if node in copies:
             continue
         if node.target in (auto_functionalized, auto_functionalized_v2) and node.args == (ops.kda_commit,):
-            _commit(graph, node, copies, place)
+            _commit(graph, node, copies, place, outputs)
         elif node.target is operator.getitem and _is_pool(node):
             copies[node] = copies[node.args[0]]
-        elif _may_write(node, writes, place):
+        elif _may_write(node, writes, place, outputs):
             target = copies[node.args[0]]
             graph.call_function(aten.index_put_.default, (target, *torch.fx.map_arg(node.args[1:], copies.get)))
             copies[node] = target
@@ -93,10 +93,34 @@ def module_of(joint: Graph, inputs: list[Node], nodes: list[Node], outputs: list
     return GraphModule(torch.nn.Module(), graph)
 
 
-def _may_write(node: Node, writes: list, place: dict[Node, int]) -> bool:
+def _may_write(node: Node, writes: list, place: dict[Node, int], outputs: list[Node]) -> bool:
     """Whether an ``index_put`` makes the new contents of an input whose old ones nobody reads later."""
     target = node.args[0] if node.target is aten.index_put.default else None
-    return (target, node) in writes and not any(place[user] > place[node] for user in target.users if user in place)
+    return (target, node) in writes and not _read_later(target, node, place, outputs)
+
+
+def _read_later(target: Node, node: Node, place: dict[Node, int], outputs: list[Node]) -> bool:
+    """Whether what ``target`` holds before ``node`` is read after it, as it is or through a view of it."""
+    todo, seen = [target], set()
+    while todo:
+        held = todo.pop()
+        if held in outputs:
+            return True
+        for user in held.users:
+            if user in seen or user not in place:
+                continue
+            seen.add(user)
+            if place[user] > place[node]:
+                return True
+            if user is not node and _is_view(user):
+                todo.append(user)
+    return False
+
+
+def _is_view(node: Node) -> bool:
+    """By its schema; what has none (a higher-order operator) returns new tensors in a functional graph."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def _is_pool(node: Node) -> bool:
@@ -105,11 +129,10 @@ def _is_pool(node: Node) -> bool:
     return source.target in (auto_functionalized, auto_functionalized_v2) and source.args == (ops.kda_commit,)
 
 
-def _commit(graph: Graph, node: Node, copies: dict[Node, Node], place: dict[Node, int]) -> None:
+def _commit(graph: Graph, node: Node, copies: dict[Node, Node], place: dict[Node, int], outputs: list[Node]) -> None:
     """The mutating operator itself, on the pool where nobody reads the old one afterwards, else on a copy."""
     pool = node.kwargs["state"] if node.target is auto_functionalized else node.kwargs["_all_bases"][0]
-    read_later = any(place[user] > place[node] for user in pool.users if user in place)
-    owned = copies[pool].op == "placeholder" and not read_later
+    owned = copies[pool].op == "placeholder" and not _read_later(pool, node, place, outputs)
     state = copies[pool] if owned else graph.call_function(aten.clone.default, (copies[pool],))
     arguments = [node.kwargs[name] for name in COMMIT_ARGUMENTS]
     graph.call_function(ops.kda_commit, (state, *torch.fx.map_arg(tuple(arguments), lambda n: copies[n])))

@@ -30,6 +30,7 @@ from compile_passes.replacing.unread import drop_unread
 
 NO_SLOT = torch.iinfo(torch.int64).min
 RECORD = ("u", "k", "g", "owner")
+SETTINGS = ("lower_bound", "use_qk_l2norm_in_kernel", "use_gate_in_kernel")
 
 
 @dataclass
@@ -37,7 +38,7 @@ class SlotLayer:
     """A rewritten pool: ``buffers`` are the placeholders of its record by name, ``stored`` their new values.
 
     ``begun`` is the pool after the commit a step begins with, ``forgotten`` the owners without those rows. ``gate`` are the
-    inputs that the gate's parameters are computed from.
+    inputs that the gate's parameters are computed from, ``settings`` what else a record has to be read with.
     """
 
     pool: Node
@@ -46,6 +47,7 @@ class SlotLayer:
     begun: Node
     forgotten: Node
     gate: list[Node]
+    settings: tuple
 
 
 def keep_first(graph: Graph, found: SlotPool) -> Node:
@@ -160,7 +162,9 @@ def add_record(graph: Graph, found: SlotPool, column: Node, after: Node) -> Slot
     settle(graph, begun)
     stored = insert_after(graph, after, store, [table.node, *held, *record.values()])
     parameters = [x for x in gate if x is not None]
-    return SlotLayer(pool, buffers, dict(zip(RECORD, stored, strict=True)), begun, forgotten, _sources(parameters))
+    settings = tuple(commit[name] for name in SETTINGS) + tuple(x is None for x in gate)
+    values = dict(zip(RECORD, stored, strict=True))
+    return SlotLayer(pool, buffers, values, begun, forgotten, _sources(parameters), settings)
 
 
 def _rows(slots: Tensor, table: Table) -> Tensor:

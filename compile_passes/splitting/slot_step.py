@@ -24,7 +24,7 @@ from compile_passes.splitting.joint_graph import Call, rebuild
 from compile_passes.splitting.slot_graph import NO_SLOT, SlotLayer, add_record, keep_first, kept, rewritten_commit
 from compile_passes.splitting.traced_step import TracedStep, trace
 
-MAX_GRAPHS = 8
+MAX_GRAPHS = 32
 
 
 def slot_step(
@@ -58,6 +58,7 @@ class PoolRecord:
 
     pool: Tensor
     buffers: dict[str, Tensor]
+    settings: tuple
     gate: tuple | None = None
 
 
@@ -161,7 +162,7 @@ class SlotStep:
         if key not in self._records:
             buffers = {n: torch.zeros(shapes[n], dtype=x.dtype, device=pool.device) for n, x in values.items()}
             buffers["owner"].fill_(NO_SLOT)
-            self._records[key] = PoolRecord(pool, buffers)
+            self._records[key] = PoolRecord(pool, buffers, layer.settings)
         record = self._records[key]
         differing = [n for n, x in record.buffers.items() if x.shape != shapes[n] or x.dtype != values[n].dtype]
         if differing:
@@ -169,6 +170,11 @@ class SlotStep:
             raise RuntimeError(
                 f"slot_step: this pool has a record {differing[0]} of shape {old}, and the step needs {new}. All steps on a "
                 "pool take tables of the same width, and inputs of the same dtypes."
+            )
+        if record.settings != layer.settings:
+            raise RuntimeError(
+                f"slot_step: tokens of this pool were recorded with {record.settings}, and this step reads them with "
+                f"{layer.settings}. All steps on a pool compute norm and gate alike."
             )
         return record
 
