@@ -49,7 +49,8 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
             window = match(candidate)
             replacement = None if window is None else Replacement(window)
         except Refused as refusal:
-            report.layers.append(_refused(candidate, refusal))
+            if not candidate.stored or refusal.reason == "stored_per_position":
+                report.layers.append(_refused(candidate, refusal))
             continue
         if replacement is None:
             continue

@@ -48,7 +48,7 @@ def scanned(S, q, k, v, g, beta):
 
 
 def read_index(pool, table, n):
-    return pool[table[torch.arange(table.shape[0]), n - 1]]
+    return pool[table[torch.arange(table.shape[0], device=table.device), n - 1]]
 
 
 def read_take_along(pool, table, n):
@@ -60,7 +60,7 @@ def read_gather(pool, table, n):
 
 
 def read_flat(pool, table, n):
-    return pool[table.reshape(-1)[torch.arange(table.shape[0]) * table.shape[1] + n - 1]]
+    return pool[table.reshape(-1)[torch.arange(table.shape[0], device=table.device) * table.shape[1] + n - 1]]
 
 
 def write_whole(pool, table, states):
@@ -121,7 +121,7 @@ class Both:
 
     def settle(self, table: Tensor, n: Tensor, inputs: tuple) -> None:
         self.rewritten.settle(self.pool, table, n, *inputs)
-        first, accepted = table[:, 0], table[torch.arange(table.shape[0]), n - 1]
+        first, accepted = table[:, 0], table[torch.arange(table.shape[0], device=table.device), n - 1]
         assert_within_budget(self.pool[first], self.plain_pool[accepted], self.exact_pool[accepted], "settled")
 
 

@@ -119,6 +119,28 @@ def test_compiled(device):
     assert pool.data_ptr() == address and ReinplaceCounters.get_total_missed() == 0
 
 
+@pytest.mark.cuda
+def test_one_captured_graph_replays_every_step():
+    """Table, counts and inputs are read at replay; padding rows before, since capturing needs a run."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    new, pool = slot_step(make_step(), backend=None), torch.randn(SLOTS, H, V, K, device="cuda")
+    n = torch.ones(B, dtype=torch.int64, device="cuda")
+    static = [torch.zeros(B, T, dtype=torch.int64, device="cuda"), n, *(x.cuda() for x in make_inputs(0))]
+    new(pool, *static)  # slot 0 is nobody's
+    torch.cuda.synchronize()
+    graph, table = torch.cuda.CUDAGraph(), 1 + torch.randperm(SLOTS - 1, device="cuda")[: B * T].view(B, T)
+    with torch.cuda.graph(graph):
+        o = new(pool, *static)
+    plain = pool.clone()
+    for i, accepted in enumerate(([1, 1, 1], [3, 1, 2], [2, 3, 3], [1, 3, 1])):
+        args = table, torch.tensor(accepted, device="cuda"), *(x.cuda() for x in make_inputs(i))
+        for x, y in zip(static, args, strict=True):
+            x.copy_(y)
+        graph.replay()
+        torch.testing.assert_close(o, make_step()(plain, *args), atol=1e-4, rtol=1e-4)
+
+
 class Engine(nn.Module):
     """Two layers with gate parameters, pools as buffers; a cache of another kind is stored by position too."""
 

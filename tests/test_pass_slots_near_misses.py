@@ -139,3 +139,14 @@ def test_the_pass_alone_refuses_and_names_the_cure(write):
     args = torch.randn(SLOTS, H, V, K), make_table(1), torch.ones(B, dtype=torch.int64), *make_inputs(0)
     report = explain(make_step(write=write), *args, dynamic=False)
     assert [layer.reason for layer in report.layers] == ["stored_per_position"] and "slot_step" in str(report)
+
+
+def test_a_cache_that_layers_write_in_turn_is_no_window():
+    def layers(cache, slots, x, w):
+        for layer in range(3):
+            x = x + torch.einsum("bhvk,kj->bhvj", torch.tanh(x), w)
+            cache[slots[layer]] = x
+        return x
+
+    args = torch.zeros(SLOTS, H, V, K), make_table(1).t(), torch.randn(B, H, V, K), torch.randn(K, K)
+    assert not explain(layers, *args, dynamic=False).layers

@@ -23,7 +23,8 @@ LONGEST = 64  # parts: beyond any window, and a bound on the work that an unrela
 class Candidate:
     """``states`` at common axes, in the order they were computed; ``join`` is the tensor that holds them, if one does.
 
-    ``names`` are the axes by the dimension of ``join``; ``dtype`` is what the states are rounded to in it.
+    ``names`` are the axes by the dimension of ``join``; ``dtype`` is what the states are rounded to in it. ``stored`` are
+    written to one pool: no window unless every step is one, since other caches are written in turn, too.
     """
 
     anchor: Node
@@ -31,6 +32,7 @@ class Candidate:
     dtype: torch.dtype
     join: Join | None = None
     names: dict[int, Axis] = field(default_factory=dict)
+    stored: bool = False
 
 
 def candidates(graph: Graph) -> list[Candidate]:
@@ -81,13 +83,13 @@ def _stored(node: Node) -> Candidate | None:
     if any(user.target is node.target and user.args[0] is node for user in node.users):
         return None
     values, put = [], node
-    while put.target is aten.index_put.default and len(values) <= LONGEST:
+    while put.target is aten.index_put.default and len(put.args[1]) == 1 and len(values) <= LONGEST:
         values.insert(0, put.args[2])
         put = put.args[0]
     if len(values) < 2 or any("val" not in v.meta or shape(v) != shape(node.args[2]) for v in values):
         return None
     index = element_of(values[-1])[0].index
-    return Candidate(node, [_computed(Element(v, index)) for v in values], dtype(values[-1]))
+    return Candidate(node, [_computed(Element(v, index)) for v in values], dtype(values[-1]), stored=True)
 
 
 def _leaves(element: Element) -> list[Element] | None:
