@@ -53,7 +53,7 @@ def decays(
             g + ((n - r) * g_token)[:, None] + kk[None, :], mask=behind[:, None] & (kk < K)[None, :], other=0.0
         )
         first = tl.load(g + kk, mask=kk < K, other=0.0)
-        decay = exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT)
+        decay = exp(log_decay(raw, rate, bias[None, :], LOWER_BOUND, USE_GATE, EXACT), EXACT)
         decay = tl.cumprod(tl.where(behind[:, None], decay, 1.0), 0)
         whole = tl.sum(tl.where((r == TP - 1)[:, None], decay, 0.0), 0)
     whole = tl.where(n == TP, whole * exp(log_decay(first, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), whole)
