@@ -25,15 +25,15 @@ Config = dict[str, int]
 @triton.jit(do_not_specialize=["pad_slot_id"])
 def fused_kernel(
     q, k, v, g, beta, previous_u, previous_k, previous_g, accepted, state, slots, A_log, dt_bias, o, u, pad_slot_id,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr,
     TP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, FACTORED: tl.constexpr, SHIFT: tl.constexpr,
     PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and value head; every tensor is contiguous. Rows with nothing accepted are not written."""
-    pid = tl.program_id(0).to(tl.int64)
-    row, head = pid // HV, pid % HV
-    key_head = head // (HV // H)
+    """Program (head, row) for each value head; every tensor is contiguous. Rows with nothing accepted are not written."""
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    HV = tl.num_programs(0).to(tl.int64)
+    H, key_head = HV // GROUPS, head // GROUPS
     token = row * T
     t = tl.arange(0, TP).to(tl.int64)
     kk = tl.arange(0, BK)
@@ -123,9 +123,9 @@ def fused_verify(
     factored = bound < 0 and -bound * T <= launch.MAX_FACTORED_EXPONENT
     o, next_u = torch.empty_like(v), torch.empty_like(v, dtype=torch.float32)
     tile = launch.verify_config(batch * HV, T, K, V, state.dtype)
-    fused_kernel[(batch * HV,)](
+    fused_kernel[(HV, batch)](
         q, next_k, v, next_g, beta, u, k, g, accepted, state, window.slots, window.A_log, window.dt_bias, o, next_u,
-        pad_slot_id, H, HV, K, V, T, tile["TP"], tile["BK"],
+        pad_slot_id, HV // H, K, V, T, tile["TP"], tile["BK"],
         BLOCK_V=triton.next_power_of_2(V), SCALE=window.scale, LOWER_BOUND=bound, FACTORED=factored,
         SHIFT=launch._shift(bound, T) if factored else 0, PIECES=tile["PIECES"], **config,
     )  # fmt: skip
