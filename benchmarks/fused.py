@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block-v", default=[16, 32, 64, 128], help="rows of state in a tile", **several)
     parser.add_argument("--warps", default=[1, 2, 4, 8], **several)
     parser.add_argument("--stages", default=[1, 2, 3], **several)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for all of it; half of it may go to compiling")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all of it; 0.6 of it may go to compiling")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--sets", type=int, help="layers of a replay; default: three times the L2 cache")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
@@ -78,13 +78,19 @@ def shapes_of(arguments: argparse.Namespace) -> list[Shape]:
 
 
 def candidates(arguments: argparse.Namespace) -> list[Config]:
-    """Launch parameters to try: 4 to 32 rows a warp, and no stages for a loop of one tile."""
-    widest = max(16, 1 << (arguments.head_size - 1).bit_length())
-    return [
-        {"BV": rows, "num_warps": warps, "STAGES": stages}
-        for stages, rows, warps in product(sorted(arguments.stages), arguments.block_v, arguments.warps)
-        if rows <= widest and 4 <= rows / warps <= 32 and (stages == min(arguments.stages) or rows < widest)
-    ]
+    """Launch parameters to try: 4 to 32 rows a warp; a head's values by one program, or a tile by each of several.
+
+    Stages are for loops of more than one tile.
+    """
+    widest, fewest = max(16, 1 << (arguments.head_size - 1).bit_length()), min(arguments.stages)
+    configs = []
+    for stages, rows, warps in product(sorted(arguments.stages), arguments.block_v, arguments.warps):
+        if rows <= widest and 4 <= rows / warps <= 32:
+            parts = [part for part in (widest, rows) if stages == fewest or rows < part]
+            configs += [
+                {"BV": rows, "PART": part, "num_warps": warps, "STAGES": stages} for part in dict.fromkeys(parts)
+            ]
+    return configs
 
 
 def sets_of(shape: Shape, arguments: argparse.Namespace) -> int:
@@ -167,11 +173,25 @@ def details_table(rows: list[dict]) -> Table:
     table = Table(
         title="The fused kernel, and errors: separate kernels | fused (share of equal elements)", title_justify="left"
     )
-    for column in ("pool", "H", "B", "BV", "warps", "stages", "registers", "spilled", "timed", "state", "u", "o"):
+    for column in (
+        "pool",
+        "H",
+        "B",
+        "BV",
+        "part",
+        "warps",
+        "stages",
+        "registers",
+        "spilled",
+        "timed",
+        "state",
+        "u",
+        "o",
+    ):
         table.add_column(column, justify="left" if column == "pool" else "right")
     for row in rows:
         config = row.get("config", {})
-        cells = [config.get(name, "-") for name in ("BV", "num_warps", "STAGES", "registers", "spilled_bytes")]
+        cells = [config.get(name, "-") for name in ("BV", "PART", "num_warps", "STAGES", "registers", "spilled_bytes")]
         timed = sum(entry["us"] is not None for entry in row["sweep"])
         errors = []
         for name in ("state", "u", "o"):
@@ -206,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     console: Console = console_for_tables()
     shapes = shapes_of(arguments)
     with console.status("compiling"):
-        sweeps = compile_sweeps(shapes, arguments, started + 0.5 * arguments.seconds)
+        sweeps = compile_sweeps(shapes, arguments, started + 0.6 * arguments.seconds)
     compiling = time.monotonic() - started
     header = Header.measured(arguments.device, False)
     rows = []

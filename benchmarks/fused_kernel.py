@@ -26,11 +26,13 @@ Config = dict[str, int]
 def fused_kernel(
     q, k, v, g, beta, previous_u, previous_k, previous_g, accepted, state, slots, A_log, dt_bias, o, u, pad_slot_id,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr,
-    TP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK_V: tl.constexpr,
+    TP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, FACTORED: tl.constexpr, SHIFT: tl.constexpr,
     PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, row) for each value head; every tensor is contiguous. Rows with nothing accepted are not written."""
+    """Program (head, row, part) for ``PART`` values of a head; every tensor is contiguous. Each part of a head solves the
+    window's equations by itself. Rows with nothing accepted are not written.
+    """
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     HV = tl.num_programs(0).to(tl.int64)
     H, key_head = HV // GROUPS, head // GROUPS
@@ -73,7 +75,8 @@ def fused_kernel(
 
     state += (slot * HV + head) * (V * K)
     out = (token * HV + head) * V
-    for v0 in tl.range(0, V, BV, num_stages=STAGES):
+    begin = tl.program_id(2) * PART if PART < V else 0
+    for v0 in tl.range(begin, begin + PART, BV, num_stages=STAGES):
         vv = v0 + tl.arange(0, BV)
         # The last accepted token first, as in decayed_keys.
         corrections = tl.load(
@@ -102,7 +105,7 @@ def fused_verify(
         window: the next window, and the pools; its gate is the record's, too.
         u, k, g: the previous window's, shaped as the next one's.
         accepted: ``[B]`` int32 or int64, clamped to [0, T].
-        config: ``BV``, ``STAGES`` and ``num_warps``.
+        config: ``BV``, ``PART`` (a multiple of it), ``STAGES`` and ``num_warps``.
 
     Returns:
         ``o`` (dtype of v) and ``u`` (float32) of the next window, ``[B, T, HV, V]``.
@@ -123,7 +126,7 @@ def fused_verify(
     factored = bound < 0 and -bound * T <= launch.MAX_FACTORED_EXPONENT
     o, next_u = torch.empty_like(v), torch.empty_like(v, dtype=torch.float32)
     tile = launch.verify_config(batch * HV, T, K, V, state.dtype)
-    fused_kernel[(HV, batch)](
+    fused_kernel[(HV, batch, triton.cdiv(V, config["PART"]))](
         q, next_k, v, next_g, beta, u, k, g, accepted, state, window.slots, window.A_log, window.dt_bias, o, next_u,
         pad_slot_id, HV // H, K, V, T, tile["TP"], tile["BK"],
         BLOCK_V=triton.next_power_of_2(V), SCALE=window.scale, LOWER_BOUND=bound, FACTORED=factored,

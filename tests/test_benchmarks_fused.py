@@ -79,15 +79,15 @@ def check_launch(shape: Shape, device: str, config: dict[str, int]) -> None:
 if INTERPRETED:
 
     @pytest.mark.parametrize(
-        "shape",
+        ("shape", "part"),
         [
-            Shape(6, 1, 4, "fp32", 24, 2, dtype="fp32"),
-            Shape(6, 1, 4, "fp16", 16, 2, "unbounded", dtype="fp16"),
+            (Shape(6, 1, 4, "fp32", 24, 2, dtype="fp32"), 16),
+            (Shape(6, 1, 4, "fp16", 24, 2, "unbounded", dtype="fp16"), 32),
         ],
-        ids=str,
+        ids=("parts", "tiles"),
     )
-    def test_parity(shape):
-        check_launch(shape, "cpu", {"BV": 16, "STAGES": 2, "num_warps": 1})
+    def test_parity(shape, part):
+        check_launch(shape, "cpu", {"BV": 16, "PART": part, "STAGES": 2, "num_warps": 1})
 
     def test_the_command_times_and_checks(tmp_path, capsys):
         path = tmp_path / "fused.json"
@@ -125,18 +125,20 @@ else:
 
     @pytest.mark.cuda
     @pytest.mark.parametrize("pool", ["bf16", "fp32"])
-    @pytest.mark.parametrize("config", [(16, 2, 1), (32, 2, 2), (64, 3, 4), (128, 1, 8)], ids=str)
+    @pytest.mark.parametrize(
+        "config", [(16, 128, 2, 1), (32, 128, 3, 2), (64, 128, 2, 4), (128, 128, 1, 8), (16, 16, 1, 4)], ids=str
+    )
     def test_parity_on_a_gpu(pool, config):
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
-        rows, stages, warps = config
-        check_launch(Shape(6, 2, 8, pool), "cuda", {"BV": rows, "STAGES": stages, "num_warps": warps})
+        rows, part, stages, warps = config
+        check_launch(Shape(6, 2, 8, pool), "cuda", {"BV": rows, "PART": part, "STAGES": stages, "num_warps": warps})
 
     def test_what_is_compiled_is_what_is_launched():
         small = Shape(64, 2, 4, "bf16", 32)
         configs = {
             MERGED: commit_config(128, 4, 32, 32, torch.bfloat16),
-            FUSED: {"BV": 16, "STAGES": 2, "num_warps": 2},
+            FUSED: {"BV": 16, "PART": 32, "STAGES": 2, "num_warps": 2},
         }
         for kernel, config in configs.items():
             noted = fused_compile.noted_launch(fused_compile.task(kernel, small, config, 90, layers=7))
@@ -146,7 +148,7 @@ else:
         assert kernels == ["verify", "commit", MERGED]
         figures = fused_compile.compiled(fused_compile.task(FUSED, small, configs[FUSED], 90))
         assert figures.registers > 0 and figures.spilled_bytes == 0 and figures.failure == ""
-        assert fused_compile.compiled(fused_compile.task(FUSED, small, {"BV": 3}, 90)).failure
+        assert fused_compile.compiled(fused_compile.task(FUSED, small, {"BV": 3, "PART": 3}, 90)).failure
 
     def test_kernels_on_the_cpu_are_refused_unless_interpreted(capsys):
         with pytest.raises(SystemExit):
@@ -168,7 +170,9 @@ def test_shapes_and_candidates(monkeypatch):
     assert all((s.window, s.head_size, s.gate) == (8, 128, "bounded") for s in shapes) and arguments.accepted == 4
     configs = fused.candidates(arguments)
     assert all(4 <= c["BV"] / c["num_warps"] <= 32 for c in configs) and {c["STAGES"] for c in configs} == {1, 2, 3}
-    assert {c["STAGES"] for c in configs if c["BV"] == 128} == {1}, "a loop of one tile has nothing to overlap"
+    assert {c["PART"] for c in configs if c["BV"] == 32} == {32, 128}
+    assert {c["STAGES"] for c in configs if c["BV"] == c["PART"]} == {1}, "a loop of one tile has nothing to overlap"
+    assert len({tuple(c.items()) for c in configs}) == len(configs)
     with pytest.raises(SystemExit):
         arguments_of(monkeypatch, "--accepted", "9")
 
