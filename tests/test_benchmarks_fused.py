@@ -196,9 +196,9 @@ def test_the_verdict_names_what_is_faster():
 
 def test_failures_and_spills_in_a_sweep():
     sweep = Sweep([{"BV": 16}, {"BV": 32}, {"BV": 64}, {"BV": 128}])
-    sweep.figures = {0: Figures(255, 64), 1: Figures(200), 2: Figures(failure="no memory")}
+    sweep.figures = {0: Figures(255, 64), 1: Figures(200), 2: Figures(failure="no memory"), 3: Figures(255, 30000)}
     assert sweep.runnable() == [1, 0]
     sweep.microseconds[1] = 2.0
     sweep.fail(1, "wrong")
     assert sweep.runnable() == [0] and sweep.microseconds == {}
-    assert [entry["failure"] for entry in sweep.as_json()] == ["", "wrong", "no memory"]
+    assert [entry["failure"] for entry in sweep.as_json()] == ["", "wrong", "no memory", ""]
