@@ -1,7 +1,7 @@
 """Torch-TensorRT: programs that hold our operators, lowered so that TensorRT converts all of the recurrence itself.
 
-The operators arrive as their portable form; there is no plugin, which TensorRT-RTX would not take. Needs ``torch_tensorrt``
-(``torch-tensorrt`` or ``torch-tensorrt-rtx``); importing this module does not.
+The operators arrive as their portable form; verify, where TensorRT has quick plugins, as one (``tensorrt_plugin.py``). Needs
+``torch_tensorrt`` (``torch-tensorrt`` or ``torch-tensorrt-rtx``); importing this module does not.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from recoverssm_ops import ops, tensorrt_plugin
 from recoverssm_ops.decompositions import PURE, running_product, running_sum, without_mutation
 
 
@@ -55,40 +56,62 @@ _UNCONVERTED = {
 }
 
 
-def lower(program: ExportedProgram) -> ExportedProgram:
+def lower(program: ExportedProgram, *, plugin: bool = False) -> ExportedProgram:
     """The program with our operators, scans and attention as operations that TensorRT converts.
+
+    Args:
+        plugin: leave ``kda_verify`` as it is.
 
     Raises:
         ValueError: the program updates a pool in place. Torch-TensorRT would drop the update without a word (tried on
             2.13). Run the commit half in PyTorch, where it is one launch a layer, or export the functional form.
     """
-    return without_mutation(program, {**PURE, **_UNCONVERTED}, "a TensorRT engine")
+    table = {**PURE, **_UNCONVERTED}
+    if plugin:
+        del table[ops.kda_verify]
+    return without_mutation(program, table, "a TensorRT engine")
 
 
-def compile(program: ExportedProgram, inputs: Sequence[Tensor], **options) -> nn.Module:
+def compile(program: ExportedProgram, inputs: Sequence[Tensor], *, plugin: bool | None = None, **options) -> nn.Module:
     """``torch_tensorrt.dynamo.compile`` of the lowered program.
 
     Args:
         program: exported by ``torch.export`` or ``export_step``.
         inputs: example inputs, or ``torch_tensorrt.Input``. Where the program has dynamic sizes, the engine's profile holds
             them from their least to their greatest value, and is best at the examples'.
+        plugin: convert ``kda_verify``, where the program calls it (it was exported without ``portable=True``), to a quick
+            plugin: our Triton kernel inside an engine that Python runs. None: where TensorRT has them. TensorRT-RTX has not.
         options: for ``torch_tensorrt.dynamo.compile``. ``min_block_size`` is 1 unless given, so that nothing small falls
             back to PyTorch. Keep ``disable_tf32=True`` unless a state with 11 bits is enough: tf32 is TensorRT's default.
 
     Raises:
-        ImportError: torch_tensorrt is not installed. ValueError: as :func:`lower`; or a dynamic size has no greatest value.
+        ImportError: torch_tensorrt is not installed, or has no quick plugins and ``plugin`` is True.
+        ValueError: as :func:`lower`; or a dynamic size has no greatest value.
     """
-    lowered = lower(program)
+    # Refused before anything is imported: what is wrong with the program is wrong in every build.
+    portable = lower(program)
     try:
         import torch_tensorrt
     except ImportError as error:
         raise ImportError(
             "recoverssm_ops.tensorrt needs torch_tensorrt: pip install torch-tensorrt (or torch-tensorrt-rtx)"
         ) from error
+    lowered = lower(program, plugin=True) if _with_plugin(plugin) else portable
     options = {"min_block_size": 1, "disable_tf32": True, **options}
     # Torch-TensorRT reads layouts off its example inputs, and knows dense ones alone; a record may be a view.
     dense = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
     return torch_tensorrt.dynamo.compile(lowered, arg_inputs=_with_profiles(lowered, dense), **options)
+
+
+def _with_plugin(plugin: bool | None) -> bool:
+    if plugin is False or not (found := tensorrt_plugin.available()):
+        if plugin:
+            raise ImportError(
+                "plugin=True needs the quick plugins of TensorRT 10.7 or later, which TensorRT-RTX has not"
+            )
+        return False
+    tensorrt_plugin.register()
+    return found
 
 
 def _with_profiles(program: ExportedProgram, inputs: Sequence[object]) -> tuple:
