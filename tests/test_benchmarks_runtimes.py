@@ -11,6 +11,7 @@ from test_benchmarks_step import TINY
 from benchmarks import runtime_ways, runtimes
 from benchmarks.runtime_ways import COMPILED, EAGER, KERNELS, PORTABLE, Way
 from models.captured_step import CapturedStep
+from recoverssm_ops import tensorrt
 
 RUN = ["--preset", "tiny", "--batch", "2", "--drafts", "2", "--samples", "2", "--dtype", "fp32", "--device", "cpu"]
 
@@ -64,6 +65,18 @@ def test_captured_ways_and_failures_are_reported_beside_the_others(monkeypatch, 
     assert rows[1]["graph_bytes"] == 2048 and rows[2]["failed"] == "RuntimeError: no such engine"
     shown = capsys.readouterr().out
     assert "tiny, 2 layers" in shown and "aoti-triton, launched: RuntimeError: no such engine" in shown
+
+
+@torch.no_grad()
+def test_a_verify_engine_and_the_commit_in_pytorch_are_one_step(monkeypatch):
+    """What would be an engine runs as the program that TensorRT would convert."""
+    monkeypatch.setattr(tensorrt, "compile", lambda program, inputs: tensorrt.lower(program).module())
+    setting = runtimes.Setting(TINY, 2, "fp32", "fp32", "cpu", None)
+    model, inputs = setting.model(), setting.inputs(2)
+    step, way = setting.step(model, 2), runtime_ways.tensorrt(setting, model, 2)
+    expected, (results, pools) = step(*inputs), runtimes.first_step(way, inputs, "cpu")
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    assert runtimes.difference(pools, dict(step.pools.named_buffers(prefix="pools"))) < 1e-5
 
 
 def test_a_state_that_differs_is_seen():
