@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,7 +39,19 @@ def write_json(arguments: argparse.Namespace, about: dict, figures: list[dict]) 
         return
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     result = {"settings": settings, **about, "figures": figures}
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    replace_text(arguments.json, json.dumps(result, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The file is always a whole one, whenever the program is killed."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_device(parser: argparse.ArgumentParser, device: str) -> None:
