@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from models.interruption import Interruptible
 
 
 def console_for_tables() -> Console:
@@ -40,6 +42,19 @@ def write_json(arguments: argparse.Namespace, about: dict, figures: list[dict]) 
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     result = {"settings": settings, **about, "figures": figures}
     replace_text(arguments.json, json.dumps(result, indent=2) + "\n")
+
+
+def measure_all(
+    sizes: Sequence, measure: Callable[..., list[dict]], arguments: argparse.Namespace, about: dict, console: Console
+) -> tuple[list[dict], int]:
+    """The figures of ``measure(*size, arguments)``, written after every size, and the exit status: 130 where Ctrl-C or
+    SIGTERM came before the last of them."""
+    figures = []
+    with Interruptible() as work:
+        for size in progress_over(sizes, len(sizes), "measuring", console):
+            figures += measure(*size, arguments)
+            write_json(arguments, about, figures)
+    return figures, 130 if work.interrupted else 0
 
 
 def replace_text(path: Path, text: str) -> None:
