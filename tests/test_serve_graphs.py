@@ -104,6 +104,16 @@ def test_decode_runs_on_a_captured_step():
     assert decoded.continuations == [solo.continuation(prompt, 20) for prompt in prompts]
 
 
+def test_solo_texts_of_a_captured_step_are_those_of_a_launched_one():
+    recorder = FakeRecorder()
+    captured = SoloTexts(model_on("cpu"), 64, recorder=recorder, dtype=torch.float64)
+    launched = SoloTexts(model_on("cpu"), 64, dtype=torch.float64)
+    for prompt in (b"\1\2\3\1", b"\5", b"\1\2\3\1\4"):
+        assert captured.continuation(prompt, 20) == launched.continuation(prompt, 20)
+    # Every token of prompt and text but the last is one replay.
+    assert recorder.recordings == 1 and recorder.replays == sum(n + 20 - 1 for n in (4, 1, 5))
+
+
 def test_shapes_that_were_not_captured_are_refused_and_nothing_runs():
     step = make_step("cpu")
     captured = CapturedStep(step, recorder=FakeRecorder())
