@@ -116,10 +116,8 @@ def report(figures: list[dict], setting: Setting, title: str) -> Table:
 
 
 def title_of(arguments: argparse.Namespace, about: dict, figures: list[dict]) -> str:
-    title = (
-        f"{arguments.preset}, T {1 + arguments.drafts}, {arguments.dtype} activations, {arguments.state_dtype} pools, "
-    )
-    title += f"{about['device']}, torch {about['torch']}"
+    title = f"{arguments.preset}, T {1 + arguments.drafts}, {arguments.dtype} activations"
+    title += f", {arguments.state_dtype} pools, {about['device']}, torch {about['torch']}"
     layers = {f"layers {n['rewritten']} rewritten, {n['refused']} refused" for f in figures if (n := f["layers"])}
     return "; ".join([title, *sorted(layers)])
 

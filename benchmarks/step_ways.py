@@ -24,6 +24,7 @@ from models.speculation import SpeculativeStep
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNTOUCHED, REWRITTEN, MERGED = "untouched", "rewritten", "rewritten, merged commits"
 LAUNCHED, CAPTURED = "launched", "captured"
+ALONE = contextlib.nullcontext()  # no other process uses the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,7 @@ def prepare(
     model: KDAForCausalLM,
     way: str,
     batch: int,
-    turn: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
+    turn: contextlib.AbstractContextManager = ALONE,
 ) -> Prepared:
     """Compile, and run once within ``turn``: kernels are tuned at their first run, and should have the device alone."""
     recover, inputs, seconds = pass_of(way), setting.inputs(batch), []

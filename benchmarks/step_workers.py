@@ -16,7 +16,7 @@ from multiprocessing.synchronize import Lock
 import torch
 
 from benchmarks.reporting import available_cores
-from benchmarks.step_ways import Setting, measure, prepare
+from benchmarks.step_ways import ALONE, Setting, measure, prepare
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,17 @@ class Event:
     failed: bool = False
 
 
-def stages(
-    setting: Setting,
-    batch: int,
-    turn: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
-) -> Iterator[Event]:
-    """One event for each way, compiled, and one for the figures of all. Times are taken after the last but one."""
+def stages(setting: Setting, batch: int, turn: contextlib.AbstractContextManager = ALONE) -> Iterator[Event]:
+    """One event for each way, compiled, then one for the figures of all, which are taken when it is asked for."""
     try:
         # All steps share one code object, and the number of compilations that it remembers is limited.
         torch.compiler.reset()
         model, prepared = setting.model(), []
         for way in setting.ways:
             prepared.append(prepare(setting, model, way, batch, turn))
+            # While this process waits, the others may want what tuning and the first run took.
+            torch.cuda.empty_cache()
             yield Event(batch, f"{way}: compiled in {prepared[-1].seconds:.1f} s")
-        # What compiling and tuning took, the other processes may want.
-        torch.cuda.empty_cache()
         figures = measure(prepared, setting, batch)
         text = ", ".join(f"{f['way']} {f['step_ms']:.3f} ms ({f['launch']})" for f in figures)
         yield Event(batch, text, figures)
