@@ -95,8 +95,10 @@ def default_providers(arguments: argparse.Namespace, found: peers.Peers) -> list
 def compile_in_processes(jobs: int, argv: list[str]) -> None:
     """Fill Triton's cache: every process runs its share of the shapes once."""
     command = [sys.executable, "-m", "benchmarks.kernels", *argv, "--jobs", "0", "--compile-only"]
-    started = [subprocess.Popen([*command, f"{i}/{jobs}"], stdout=subprocess.DEVNULL) for i in range(jobs)]
+    started: list[subprocess.Popen] = []
     try:
+        for i in range(jobs):
+            started.append(subprocess.Popen([*command, f"{i}/{jobs}"], stdout=subprocess.DEVNULL))
         for process in started:
             process.wait()
     finally:

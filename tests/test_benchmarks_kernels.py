@@ -105,12 +105,12 @@ def test_processes_that_compile_end_with_the_run(tmp_path, monkeypatch):
     def start(command, **options):
         started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
         if len(started) == 2:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start)
     assert kernels.main([*TINY, "--jobs", "2"]) == 130
-    assert [process.wait(5) for process in started] == [-signal.SIGTERM] * 2
+    assert [process.wait(30) for process in started] == [-signal.SIGTERM] * 2
 
 
 def test_absent_peers_are_named_with_what_to_do(tmp_path, capsys):

@@ -122,6 +122,7 @@ def test_a_soak_that_is_stopped_while_it_warms_up(weights, monkeypatch):
 
 
 def test_where_there_is_no_terminal_progress_is_lines(weights, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
     assert "serving: " not in serve_(SOAK, weights)[1]
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     shown = serve_(SOAK, weights)[1]
