@@ -24,7 +24,6 @@ from models.speculation import SpeculativeStep
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNTOUCHED, REWRITTEN, MERGED = "untouched", "rewritten", "rewritten, merged commits"
 LAUNCHED, CAPTURED = "launched", "captured"
-ALONE = contextlib.nullcontext()  # no other process uses the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,16 +132,16 @@ def prepare(
     model: KDAForCausalLM,
     way: str,
     batch: int,
-    turn: contextlib.AbstractContextManager = ALONE,
+    turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Prepared:
-    """Compile, and run once within ``turn``: kernels are tuned at their first run, and should have the device alone."""
+    """Compile, and run once within a ``turn()``: kernels are tuned at their first run, and should have the device alone."""
     recover, inputs, seconds = pass_of(way), setting.inputs(batch), []
     started = time.perf_counter()
     with contextlib.ExitStack() as running:
 
         def compiled_and_not_run() -> None:
             seconds.append(time.perf_counter() - started)
-            running.enter_context(turn)
+            running.enter_context(turn())
 
         compiled = compile_step(setting.step(model, batch), recover, compiled_and_not_run)
         compiled(*inputs)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import multiprocessing
 import os
 import signal
+import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.synchronize import Lock
 
 import torch
 
 from benchmarks.reporting import available_cores
-from benchmarks.step_ways import ALONE, Setting, measure, prepare
+from benchmarks.step_ways import Setting, measure, prepare
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Event:
     failed: bool = False
 
 
-def stages(setting: Setting, batch: int, turn: contextlib.AbstractContextManager = ALONE) -> Iterator[Event]:
+def stages(
+    setting: Setting, batch: int, turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+) -> Iterator[Event]:
     """One event for each way, compiled, then one for the figures of all, which are taken when it is asked for."""
     try:
         # All steps share one code object, and the number of compilations that it remembers is limited.
@@ -55,37 +59,49 @@ def in_this_process(setting: Setting, batches: Sequence[int]) -> Iterator[Event]
 
 def in_processes(setting: Setting, batches: Sequence[int], jobs: int) -> Iterator[Event]:
     """``jobs`` batch sizes at a time, each in a process of its own, which keeps what it has compiled until it is timed."""
+    with tempfile.NamedTemporaryFile() as lock:
+        for first in range(0, len(batches), jobs):
+            yield from group_in_processes(setting, batches[first : first + jobs], lock.name)
+
+
+def group_in_processes(setting: Setting, batches: Sequence[int], lock: str) -> Iterator[Event]:
     context = multiprocessing.get_context("spawn")
-    lock = context.Lock()
     # The compilations that end early leave their cores to the others.
-    threads = max(1, 2 * available_cores() // min(jobs, len(batches)))
-    for first in range(0, len(batches), jobs):
-        workers: list[Worker] = []
-        try:
-            with compile_threads(threads):
-                for batch in batches[first : first + jobs]:
-                    workers.append(Worker(context, setting, batch, lock))
-            compiling = {worker.connection: [worker, len(setting.ways)] for worker in workers}
-            while compiling:
-                for connection in wait(list(compiling)):
-                    worker, left = compiling[connection]
-                    yield (event := worker.event())
-                    compiling[connection][1] = left - 1
-                    if event.failed or left == 1:
-                        del compiling[connection]
-            # The device is idle now.
-            for worker in workers:
-                if not worker.failed:
-                    yield worker.timed()
-        finally:
-            for worker in workers:
-                worker.end()
+    threads = max(1, 2 * available_cores() // len(batches))
+    workers: list[Worker] = []
+    try:
+        with compile_threads(threads):
+            for batch in batches:
+                workers.append(Worker(context, setting, batch, lock))
+        compiling = {worker.connection: [worker, len(setting.ways)] for worker in workers}
+        while compiling:
+            for connection in wait(list(compiling)):
+                worker, left = compiling[connection]
+                yield (event := worker.event())
+                compiling[connection][1] = left - 1
+                if event.failed or left == 1:
+                    del compiling[connection]
+        # The device is idle now.
+        for worker in workers:
+            if not worker.failed:
+                yield worker.timed()
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock: str) -> Iterator[None]:
+    """A lock of the file ``lock``, which goes with the process that holds it, however that ends."""
+    with open(lock) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Worker:
     """The process of one batch size, as the parent sees it."""
 
-    def __init__(self, context: multiprocessing.context.SpawnContext, setting: Setting, batch: int, lock: Lock) -> None:
+    def __init__(self, context: multiprocessing.context.SpawnContext, setting: Setting, batch: int, lock: str) -> None:
         self.batch, self.failed = batch, False
         self.connection, theirs = context.Pipe()
         self.process: SpawnProcess = context.Process(
@@ -118,13 +134,13 @@ class Worker:
         self.process.join()
 
 
-def work(connection: Connection, setting: Setting, batch: int, lock: Lock) -> None:
+def work(connection: Connection, setting: Setting, batch: int, lock: str) -> None:
     """In the process: every stage is sent to the parent; the last one begins when it says so."""
     # Ctrl-C reaches all processes of a terminal; what follows from it is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ahead = len(setting.ways)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
-        for event in stages(setting, batch, lock):
+        for event in stages(setting, batch, functools.partial(one_at_a_time, lock)):
             connection.send(event)
             ahead -= 1
             if ahead == 0:
