@@ -10,9 +10,10 @@ import logging
 
 import torch
 
+from compile_passes.convolutions.reasons import CONVOLUTION_REASONS
 from compile_passes.matching.reasons import REASONS
 from compile_passes.reporting.readable import readable
-from compile_passes.reporting.report import LayerMatch, Report
+from compile_passes.reporting.report import ConvolutionMatch, LayerMatch, Report
 
 log = logging.getLogger("compile_passes")
 _said: set[tuple] = set()  # a process warns once about the same thing, like Python's own warnings
@@ -29,6 +30,16 @@ def log_layer(layer: LayerMatch) -> None:
         log.info("left %s alone, %s: %s", name, layer.reason, layer.source)
         log.debug("%s: seen at node %s, states stacked at %s", name, layer.node, layer.stacked)
         log.debug("%s: %s", layer.reason, REASONS[layer.reason])
+
+
+def log_convolution(convolution: ConvolutionMatch) -> None:
+    """The same for a short convolution."""
+    name = convolution.module or convolution.node
+    if convolution.matched:
+        log.info("replaced the short convolution of %s: %s", name, convolution.source)
+    else:
+        log.info("left the short convolution of %s alone, %s: %s", name, convolution.reason, convolution.source)
+        log.debug("%s: %s", convolution.reason, CONVOLUTION_REASONS[convolution.reason])
 
 
 def warn_if_nothing_was_rewritten(report: Report) -> None:
