@@ -11,6 +11,7 @@ CONVOLUTION_REASONS = {
     "no_convolution": "the history and the window are joined, but what reads them is no depthwise sum over the last W inputs",
     "no_update": "the pool that the history came from is not updated in this graph; write the new history in the same graph",
     "not_depthwise": "the convolution adds up channels; set groups to the number of channels",
+    "on_cpu": "understood, but on the CPU the compiler's own code is faster; RecoverSSMPass(convolutions=True) replaces it",
     "other_slots": "the new history goes to other slots than the old one came from; write to the same slots",
     "rounded_products": "the history, products or sums are rounded to a lower precision on the way; use F.conv1d, or cast its "
     "inputs with .float()",

@@ -43,14 +43,14 @@ class ConvolutionReplacement:
         """What the rest of the model reads."""
         return {"output": self.convolution.node, "pool": self.update.node}
 
-    def _integers(self, elements: list[Element]) -> list[Node]:
+    def integers(self, elements: list[Element]) -> list[Node]:
         return [n for x in elements for n in integer_leaves(x, {self.sequence.batch})]
 
     def leaves(self) -> set[Node]:
         """The nodes that both the model's arithmetic and the operators start from."""
         slots = [] if self.sequence.slots is None else [self.sequence.slots]
         floats = [e.node for e in (*self.operands(), *self.convolution.operands(), *self.sequence.inputs)]
-        return {self.sequence.pool, *floats, *self._integers([*slots, *self.counts])}
+        return {self.sequence.pool, *floats, *self.integers([*slots, *self.counts])}
 
     def _check_users(self) -> None:
         """Nothing between the pool and the exits has a user elsewhere."""
@@ -88,7 +88,7 @@ class ConvolutionReplacement:
         sequence, conv = self.sequence, self.convolution
         slots = sequence.slots
         read = [sequence.pool, *(e.node for e in self.operands())]
-        read += self._integers([slots]) if slots is not None else []
+        read += self.integers([slots]) if slots is not None else []
         read = list(dict.fromkeys(read))
         shaped = [*self.operands(), *([slots] if slots is not None else [])]
         axes = [sequence.batch, conv.token, sequence.channel]
@@ -112,7 +112,7 @@ class ConvolutionReplacement:
         return insert_after(graph, conv.node, verify, read)
 
     def _commit(self, graph: Graph, x: Node, rows: Node | None) -> Node:
-        leaves = list(dict.fromkeys(self._integers(self.counts)))
+        leaves = list(dict.fromkeys(self.integers(self.counts)))
 
         def commit(pool: Tensor, x: Tensor, rows: Tensor | None, *integers: Tensor) -> Tensor:
             values = Values(leaves, integers, [], device=x.device)

@@ -27,7 +27,7 @@ def rewrite_convolutions(graph: Graph, *, cuda_only: bool = False, check: bool =
         check: compare each with what replaces it, on random inputs in float64.
     """
     matches = []
-    for sequence in sequences(graph, cuda_only):
+    for sequence in sequences(graph):
         try:
             if isinstance(sequence, Left):
                 raise sequence
@@ -35,6 +35,8 @@ def rewrite_convolutions(graph: Graph, *, cuda_only: bool = False, check: bool =
             if convolution is None:
                 continue
             replacement = ConvolutionReplacement(sequence, convolution, find_update(sequence))
+            if cuda_only and sequence.pool.meta["val"].device.type != "cuda":
+                raise Left("on_cpu", convolution.root)
         except Left as left:
             matches.append(_match(left.node, left.reason))
             continue

@@ -6,6 +6,7 @@ window's inputs. That is all that the rest of the pass compares with.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -60,17 +61,28 @@ class Sequence:
     def column(self, element: Element) -> int | None:
         """Which column an element is; None if it is none of them."""
         element = resolved(element)
-        found = [p for p, c in enumerate(self.columns) if c.node is element.node and same(c, element)]
+        found = [p for p in self.places.get(_place(element), ()) if same(self.columns[p], element)]
         return found[0] if len(found) == 1 else None
 
+    @functools.cached_property
+    def places(self) -> dict[tuple, list[int]]:
+        found: dict[tuple, list[int]] = {}
+        for p, column in enumerate(self.columns):
+            found.setdefault(_place(column), []).append(p)
+        return found
 
-def sequences(graph: Graph, cuda_only: bool = False) -> list[Sequence | Left]:
+
+def _place(element: Element) -> tuple:
+    """Elements of different places are different; what is looked up is left out."""
+    digits = (tuple("slot" if isinstance(d.value, Lookup) else d.value for d in index) for index in element.index)
+    return element.node, *digits
+
+
+def sequences(graph: Graph) -> list[Sequence | Left]:
     """Every history and window that are put together, in graph order; joins of one history are one entry."""
     found: dict[tuple, Sequence | Left] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in (*STACKS, *SCATTERS) or not _may_join(node):
-            continue
-        if cuda_only and node.meta["val"].device.type != "cuda":
             continue
         try:
             sequence = _sequence(node)

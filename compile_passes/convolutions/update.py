@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from compile_passes.convolutions.reasons import Left
 from compile_passes.convolutions.sequence import Sequence, constant, resolved
@@ -107,8 +108,9 @@ def _count(value: Node, i: int, sequence: Sequence, node: Node) -> Count:
     sizes = shape(value)
     if alone and len(sizes) == 2:
         index = index[1:]
-    wanted = [d.size for (d,) in filter(None, index)]
-    if len(sizes) != len(index) or not all(map(same_size, [n for n, x in zip(sizes, index, strict=True) if x], wanted)):
+    wanted = [(n, x[0].size) for n, x in zip(sizes, index, strict=False) if x]
+    # Whether two dynamic batches are equal is left to a guard.
+    if len(sizes) != len(index) or not all(guard_or_false(n == size) for n, size in wanted):
         raise Left("history_mismatch", node)
     element = resolved(Element(value, index))
     if element.node.target in CASTS and dtype(element.node) == dtype(sequence.pool):
