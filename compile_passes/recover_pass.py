@@ -36,9 +36,11 @@ class RecoverSSMPass(CustomGraphPass):
     Args:
         then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
         merge_layers: commit all layers that are alike in one launch. Off until it has been measured on a GPU.
-        check: compare every rewritten layer with the original, on random inputs in float64 on the CPU, and raise
-            :class:`RewriteCheckError` where they differ. It costs the states of all window positions in float64, a layer at a
-            time, and looks at no tensor of the model. A compile cache hit was checked when it was made.
+        convolutions: put the operators in the place of short convolutions and their histories' updates, too. None: where the
+            pools are on CUDA; on the CPU the compiler's own code is faster.
+        check: compare every rewritten layer and convolution with the original, on random inputs in float64 on the CPU, and
+            raise :class:`RewriteCheckError` where they differ. It costs the states of all window positions in float64, a layer
+            at a time, and looks at no tensor of the model. A compile cache hit was checked when it was made.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def test_dynamic_batch(name):
     check_replaced(SPELLINGS[name], inputs, dynamic=None, activation=name not in WITHOUT_ACTIVATION)
 
 
-@pytest.mark.parametrize("shape", [{"W": 2}, {"T": 2}, {"B": 1}, {"W": 8, "T": 16}], ids=str)
+@pytest.mark.parametrize("shape", [{"W": 2}, {"T": 2}, {"T": conv.W - 1}, {"B": 1}, {"W": 8, "T": 16}], ids=str)
 def test_shapes(shape):
     inputs = make_inputs(**shape)
     check_replaced(layer(conv.shifted, conv.indexed), inputs)

@@ -25,7 +25,7 @@ from compile_passes.reading.index_notation import (
     dtype,
     shape,
 )
-from compile_passes.reading.joins import SCATTERS, STACKS
+from compile_passes.reading.joins import SCATTERS, STACKS, join_of
 from compile_passes.reading.selections import chosen
 from compile_passes.reading.views import CASTS, cast_source
 from recoverssm_ops.validation import MAX_CONV_WIDTH, MAX_WINDOW
@@ -100,7 +100,8 @@ def sequences(graph: Graph) -> list[Sequence | Left]:
 def _may_join(node: Node) -> bool:
     if any(user.target in SCATTERS and user.args[0] is node for user in node.users):
         return False  # the next slice assignment goes on with it
-    return len(shape(node)) == 3 and dtype(node).is_floating_point
+    known = "val" in node.meta
+    return known and len(shape(node)) == 3 and dtype(node).is_floating_point
 
 
 def _sequence(node: Node) -> Sequence | None:
@@ -120,7 +121,7 @@ def _sequence(node: Node) -> Sequence | None:
         if first.node is node or len(first.index) != 3 or (first.node.op == "call_function" and _is_join(first.node)):
             continue
         if constant(first.index[1]) == 0 and any(_is_axis(first.index[2], a) for a in others):
-            if isinstance(shape(first.node)[1], int) and shape(first.node)[1] <= LONGEST_HISTORY and _slots(first)[0]:
+            if isinstance(shape(first.node)[1], int) and shape(first.node)[1] <= LONGEST_HISTORY and _slots(first)[1]:
                 raise Left("unsupported_layout", node)
             continue
         kept = shape(first.node)[2]
@@ -181,15 +182,31 @@ def constant(index: Index) -> int | None:
 
 
 def resolved(element: Element) -> Element:
-    """Follow views and selections, and windows that slide over a tensor (``unfold``) where it is known which one is meant."""
+    """Follow views and selections; windows that slide over a tensor (``unfold``) where it is known which one is meant."""
     while True:
         element = chosen(element)
-        if element.node.target is not UNFOLD:
+        step = {UNFOLD: _unfolded, aten.cat.default: _piece}.get(element.node.target)
+        if step is None:
             return element
         try:
-            element = _unfolded(element.node, element.index)
+            element = step(element.node, element.index)
         except Unresolvable:
             return element
+
+
+def _piece(node: Node, index: tuple[Index, ...]) -> Element:
+    """A known position of a ``cat`` of equal pieces (a history as long as the window), which are told apart by a digit of
+    their own."""
+    join = join_of(node)
+    position = None if join is None else constant(index[join.dim])
+    if position is None or len(index[join.dim]) != 1 or not isinstance(shape(node)[join.dim], int):
+        raise Unresolvable
+    inner, misfit = divmod(shape(node)[join.dim], join.count)
+    if misfit or inner == 1:
+        raise Unresolvable
+    which, rest = divmod(position, inner)
+    digits = (Digit(which, join.count), Digit(rest, inner))
+    return Element(node, (*index[: join.dim], digits, *index[join.dim + 1 :]))
 
 
 def _unfolded(node: Node, index: tuple[Index, ...]) -> Element:
