@@ -42,7 +42,8 @@ def joined_slices(history, x):
 
 
 def joined_columns(history, x):
-    return torch.stack([*history.unbind(-1), *x.unbind(1)], -1)
+    columns = [history[..., i] for i in range(history.shape[2])] + [x[:, t] for t in range(x.shape[1])]
+    return torch.stack(columns, -1)
 
 
 # --- the outputs [B, T, D] ----------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ SPELLINGS = {
     "newest_first": layer(conv.newest_first),
     "scaled": layer(conv.scaled),
     "joined_tokens": layer(join=conv.joined_tokens),
+    "joined_columns": layer(conv.each_token, join=conv.joined_columns),
     "joined_slices": layer(conv.shifted, join=conv.joined_slices),
     "take_along": layer(advance=conv.take_along),
     "indexed": layer(advance=conv.indexed),

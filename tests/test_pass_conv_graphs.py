@@ -1,6 +1,7 @@
 """Replaced convolutions in whole graphs: the generic model, the options of the pass, the forms and metadata of the graph."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto
 from torch._inductor import config
 
 import recoverssm_ops.conv_ops as ops
-from compile_passes import RecoverSSMPass, Report, RewriteCheckError, explain, recoverssm_passes
+from compile_passes import RecoverSSMPass, Report, RewriteCheckError, explain, export_step, recoverssm_passes, rewrite
 from compile_passes.convolutions import replace
 from compile_passes.convolutions.reasons import CONVOLUTION_REASONS
+from compile_passes.exporting import graph as exporting
 from compile_passes.install import SLOT
 from models.decode import decode, example_inputs
 from recoverssm_ops import layers_ops
@@ -132,6 +134,25 @@ def test_b23_compiled_code_updates_the_pool_in_place():
     assert not re.search(r"clone|index_put|convolution", code)
 
 
+def test_exported_halves(monkeypatch):
+    """As on CUDA: what crosses to the commit half is the window's inputs, not the joined sequence."""
+    monkeypatch.setattr(exporting, "rewrite", lambda graph, convolutions: rewrite(graph, convolutions=True))
+    step = speculative_step(num_layers=1, full_attn_period=0)
+    for pool in step.pools.buffers():
+        pool.normal_(generator=torch.Generator().manual_seed(1))
+    args, expected = example_inputs(3, 2, 256, "cpu"), copied(step)
+    exported = export_step(step, args)
+    assert exported.report.convolutions_replaced == 1 and exported.manifest.uncut is None
+    with torch.no_grad():
+        tokens, num_accepted = expected(*args)
+        result = exported.step.module()
+        torch.testing.assert_close(result(*args), (tokens, num_accepted))
+    for name, pool in result.named_buffers():
+        torch.testing.assert_close(pool, expected.get_buffer(name))
+    conv = [port for port in exported.emitted["verify"].outputs if port.role == "record" and port.shape[-1] == 44]
+    assert [port.shape for port in conv] == [(3, 3, 44)]
+
+
 # --- options ------------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +217,12 @@ def test_explain_says_what_would_be_replaced_and_writes_nothing():
     assert "short convolutions: 0 replaced, 1 left to the compiler" in text
     assert f"on_cpu: {CONVOLUTION_REASONS['on_cpu']}" in text and "conv_layers.py" in text
     assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
+
+
+def test_table_of_reasons_is_complete():
+    text = (Path(__file__).parents[1] / "docs" / "pass.md").read_text(encoding="utf-8")
+    rows = [f"| `{reason}` | {found} |" for reason, found in CONVOLUTION_REASONS.items()]
+    assert "\n".join(["| reason | what was found; what to do |", "|---|---|", *rows]) in text
 
 
 def test_counts_of_layers_do_not_change():

@@ -51,6 +51,8 @@ def warn_if_nothing_was_rewritten(report: Report) -> None:
     if report.matched:
         _said.add(("nothing found",))
         return
+    if report.convolutions_replaced and not report.layers:
+        return
     seen = ("nothing found",) if not report.layers else tuple((x.reason, x.source, x.module) for x in report.layers)
     if seen in _said:
         return
