@@ -189,7 +189,7 @@ class SlotStep:
             loops, found, why = self._find(traced)
         graph = traced.graph
         with kept(graph, [keep_first(graph, pool) for pool in found]) as columns:
-            self.report = rewrite(graph, check=self._check)
+            self.report = rewrite(graph, check=self._check, convolutions=False)
         for loop in loops:
             loop.settle()
         after = dict(traced.writes)
