@@ -95,17 +95,22 @@ def test_spellings_of_the_recurrence(s):
     assert steps[0].report.matched == s.layers
 
 
-def test_only_the_first_column_is_written_and_the_pool_may_hold_no_other():
-    both, n = Both(make_step()), torch.ones(B, dtype=torch.int64)
-    table = torch.tensor([[4, 100, 101], [0, 102, 103], [2, 104, 105]])
-    both.pool = both.pool[:5].clone()
-    before, wide = both.pool.clone(), torch.randn(106, H, V, K)
-    wide[:5] = before
+FIRST = [[4, 100, 101], [0, 102, 103], [2, 104, 105]], [1, 3]
+FIRST_TWO = [[4, 1, 101], [0, 6, 103], [2, 5, 105]], [3]
+
+
+@pytest.mark.parametrize(("dtype", "slots"), [(torch.float32, FIRST), (torch.bfloat16, FIRST_TWO)], ids=str)
+def test_other_columns_need_no_slots(dtype, slots):
+    both, n = Both(make_step(), dtype=dtype), torch.ones(B, dtype=torch.int64)
+    table, others = torch.tensor(slots[0]), slots[1]
+    both.pool = both.pool[:7].clone()
+    before, wide = both.pool.clone(), torch.randn(106, H, V, K).to(dtype)
+    wide[:7] = before
     both.plain_pool, both.exact_pool = wide.clone(), wide.double()
     for i in range(4):
         both.run(table, n, make_inputs(i))
         n = 1 + (n + torch.arange(B)) % T
-    assert torch.equal(both.pool[[1, 3]], before[[1, 3]]) and not torch.equal(both.pool[0], before[0])
+    assert torch.equal(both.pool[others], before[others]) and not torch.equal(both.pool[0], before[0])
     graph = both.rewritten._graphs[0].run[0].graph
     commits = graph.find_nodes(op="call_function", target=ops.kda_commit)
     assert len(commits) == 2 and all(node.args[0].op == "placeholder" for node in commits)
