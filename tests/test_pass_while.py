@@ -7,6 +7,7 @@ from rewriting import calls, run_rewritten
 from torch._higher_order_ops.while_loop import while_loop
 
 import recoverssm_ops.ops as ops
+from compile_passes import recoverssm_passes
 
 # --- how a position is looked up and written ----------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def below(i, n):
 
 
 def zero(n):
-    return torch.zeros((), dtype=torch.int64)
+    return torch.zeros((), dtype=torch.int64, device=n.device)
 
 
 def advance(i):
@@ -74,7 +75,7 @@ def looped(read=select, write=index_copy, start=zero, going=below, step=plain_st
 
         empty = S.new_zeros(S.shape[0], T, H, V, K), v.new_zeros(S.shape[0], T, H, V)
         _, _, states, outs = while_loop(condition, body, (start(n), S, *empty))
-        pool[slots] = states[torch.arange(S.shape[0]), n - 1]
+        pool[slots] = states[torch.arange(S.shape[0], device=n.device), n - 1]
         return outs, None
 
     return run
@@ -142,6 +143,6 @@ def test_other_loops_are_left_alone(name):
 def test_compiled_by_inductor(device):
     args, plain = ([x.to(device) for x in make_inputs()] for _ in range(2))
     torch._dynamo.reset()
-    with torch.no_grad():
-        o, _ = torch.compile(FORMS["index_select"], backend="recoverssm")(*args)
+    with torch.no_grad(), recoverssm_passes():
+        o, _ = torch.compile(FORMS["index_select"])(*args)
     torch.testing.assert_close((o, args[0]), (layer()(*plain)[0], plain[0]), atol=1e-4, rtol=1e-4)
