@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch.fx import Graph, Node
 
 from compile_passes.checking.check import checked
+from compile_passes.convolutions.rewrite import rewrite_convolutions
 from compile_passes.matching.find import match
 from compile_passes.matching.reasons import Refused
 from compile_passes.reading.candidates import Candidate, candidates
@@ -19,14 +19,21 @@ from compile_passes.replacing.merge_commits import merge_commits
 from compile_passes.replacing.replace import Replacement
 from compile_passes.replacing.unroll import unroll_scans
 from compile_passes.reporting.layer_nodes import nodes_of
-from compile_passes.reporting.log import log_layer
-from compile_passes.reporting.origin import module_name
+from compile_passes.reporting.log import log_convolution, log_layer
+from compile_passes.reporting.origin import module_name, source_line
 from compile_passes.reporting.report import LayerMatch, Report
 
 Around = Callable[[Replacement], AbstractContextManager]
 
 
-def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, around: Around = nullcontext) -> Report:
+def rewrite(
+    graph: Graph,
+    *,
+    merge_layers: bool = False,
+    check: bool = False,
+    convolutions: bool | None = None,
+    around: Around = nullcontext,
+) -> Report:
     """Replace per-position states by record and commit in a functional ATen graph, in place.
 
     Args:
@@ -34,12 +41,15 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
             Nodes carry fake values in ``meta["val"]``.
         merge_layers: commit all layers that are alike in one launch (``merge_commits.py``).
         check: compare every rewritten layer with the original on random inputs in float64 (``check.py``).
+        convolutions: replace short convolutions and their histories' updates too; None: those whose pools are on CUDA.
         around: ``around(replacement)`` is a context in which that layer is edited.
 
     Returns:
         The report; layers that are not understood completely are left as they were.
     """
     report = Report()
+    if convolutions is not False:
+        report.convolutions += rewrite_convolutions(graph, cuda_only=convolutions is None, check=check)
     scans = unroll_scans(graph)
     for candidate in candidates(graph):
         try:
@@ -61,7 +71,9 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
         scan.settle()
     for layer in report.layers:
         log_layer(layer)
-    if report.matched:
+    for convolution in report.convolutions:
+        log_convolution(convolution)
+    if report.matched or report.convolutions_replaced:
         dedupe_integers(graph)
         if merge_layers:
             merge_commits(graph)
@@ -109,12 +121,3 @@ def _refused(candidate: Candidate, refusal: Refused) -> LayerMatch:
 
 def _bytes(node: Node) -> int:
     return math.prod(map(size_hint, shape(node))) * dtype(node).itemsize
-
-
-def source_line(node: Node) -> str:
-    """``file:line: text`` of the innermost frame that the graph remembers, else the node's name."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return node.name
-    path, line, text = frames[-1]
-    return f"{path.rsplit('/', 1)[-1]}:{line}: {text.strip()}"

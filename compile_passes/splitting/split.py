@@ -215,7 +215,8 @@ class SplitStep:
         traced = trace(self._verify, self._commit, calls, tensors, self._dynamic)
         boundary = [node.meta["val"] for node in traced.states]
         watched = Records(traced.states)
-        self.report = rewrite(traced.graph, check=self._check, around=watched)
+        # What crosses between the halves is a record of states; a sequence that crosses, too, would be no such record.
+        self.report = rewrite(traced.graph, check=self._check, convolutions=False, around=watched)
         rewritten = Rewritten(calls, traced, watched.records(), boundary)
         self._graphs.append(rewritten)
         left = [node for node in traced.states if node in set(traced.graph.nodes)]
