@@ -4,6 +4,7 @@ torch.compile(step, backend="recoverssm")          # Inductor with the pass
 with recoverssm_passes(): ...                      # beside the passes of other libraries
 print(explain(step, *args))                        # what is rewritten, and why not
 verify, commit = split_step(verify, commit)        # where acceptance is decided between two functions
+step = slot_step(step)                             # where a slot holds the state after every position
 """
 
 from compile_passes.checking.check import RewriteCheckError
@@ -16,6 +17,7 @@ from compile_passes.matching.reasons import REASONS
 from compile_passes.recover_pass import RecoverSSMPass
 from compile_passes.reporting.report import ConvolutionMatch, LayerMatch, Report
 from compile_passes.rewrite import rewrite
+from compile_passes.splitting.slot_step import SlotStep, slot_step
 from compile_passes.splitting.split import SplitStep, split_step
 
 __all__ = [
@@ -27,11 +29,13 @@ __all__ = [
     "RecoverSSMPass",
     "Report",
     "RewriteCheckError",
+    "SlotStep",
     "SplitStep",
     "explain",
     "export_step",
     "load_step",
     "recoverssm_passes",
     "rewrite",
+    "slot_step",
     "split_step",
 ]

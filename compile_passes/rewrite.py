@@ -13,11 +13,12 @@ from compile_passes.convolutions.rewrite import rewrite_convolutions
 from compile_passes.matching.find import match
 from compile_passes.matching.reasons import Refused
 from compile_passes.reading.candidates import Candidate, candidates
-from compile_passes.reading.index_notation import dtype, readers, shape, size_hint
+from compile_passes.reading.index_notation import dtype, shape, size_hint
 from compile_passes.replacing.dedupe import dedupe_integers
 from compile_passes.replacing.merge_commits import merge_commits
 from compile_passes.replacing.replace import Replacement
-from compile_passes.replacing.unroll import unroll_scans
+from compile_passes.replacing.unread import drop_unread
+from compile_passes.replacing.unroll import unroll_loops
 from compile_passes.reporting.layer_nodes import nodes_of
 from compile_passes.reporting.log import log_convolution, log_layer
 from compile_passes.reporting.origin import module_name, source_line
@@ -50,7 +51,7 @@ def rewrite(
     report = Report()
     if convolutions is not False:
         report.convolutions += rewrite_convolutions(graph, cuda_only=convolutions is None, check=check)
-    scans = unroll_scans(graph)
+    loops = unroll_loops(graph)
     for candidate in candidates(graph):
         try:
             # Everything about a window is read and checked before anything is edited. The next window is read afterwards:
@@ -58,7 +59,8 @@ def rewrite(
             window = match(candidate)
             replacement = None if window is None else Replacement(window)
         except Refused as refusal:
-            report.layers.append(_refused(candidate, refusal))
+            if not candidate.stored or refusal.reason == "stored_per_position":
+                report.layers.append(_refused(candidate, refusal))
             continue
         if replacement is None:
             continue
@@ -67,8 +69,8 @@ def rewrite(
             replacement.apply(graph)
         _drop_unread(graph, replacement)
         report.layers.append(layer)
-    for scan in scans:
-        scan.settle()
+    for loop in loops:
+        loop.settle()
     for layer in report.layers:
         log_layer(layer)
     for convolution in report.convolutions:
@@ -84,16 +86,7 @@ def rewrite(
 def _drop_unread(graph: Graph, replacement: Replacement) -> None:
     """What only the window read, and with it the assertions about values that nothing else reads."""
     window = replacement.window
-    todo = [window.anchor, window.selection.node, *replacement.replaced]
-    while todo:
-        node = todo.pop()
-        if node._erased or node.op != "call_function" or node.is_impure() or readers(node):
-            continue
-        for assertion in list(node.users):
-            graph.erase_node(assertion)
-        sources = node.all_input_nodes
-        graph.erase_node(node)
-        todo += sources
+    drop_unread(graph, [window.anchor, window.selection.node, *replacement.replaced])
     if not all(state.node._erased for state in window.states):
         raise AssertionError(f"states are still used after the rewrite: {window.anchor.name}")
 
