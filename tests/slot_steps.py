@@ -7,6 +7,8 @@ import random
 import torch
 from plain_layers import plain_step
 from rewriting import assert_within_budget
+from spellings import Spelling
+from split_halves import window as spelled_window
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
@@ -72,6 +74,13 @@ def write_each(pool, table, states):
         pool[table[:, t]] = S.to(pool.dtype)
 
 
+def write_slices(pool, table, states):
+    whole = torch.empty(states[0].shape[0], len(states), *states[0].shape[1:])
+    for t, S in enumerate(states):
+        whole[:, t] = S
+    pool[table[:, : len(states)]] = whole.to(pool.dtype)
+
+
 def write_flat(pool, table, states):
     pool[table[:, : len(states)].reshape(-1)] = torch.stack(states, 1).flatten(0, 1).to(pool.dtype)
 
@@ -88,6 +97,20 @@ def make_step(read=read_index, write=write_whole, window=window, compute=torch.f
     def step(pool, table, n, *inputs):
         o, states = window(read(pool, table, n).to(compute), *(x.to(compute) for x in inputs))
         write(pool, table, states)
+        return o
+
+    return step
+
+
+def spelled(s: Spelling, compute: torch.dtype = torch.float32):
+    """The step of a spelling (``spellings.py``), stored by position."""
+
+    def step(pools, layers, table, n):
+        o = None
+        for pool, layer in zip(pools, layers, strict=True):
+            v = layer["v"].to(compute) if o is None else o
+            o, states = spelled_window(s, layer, v, read_index(pool, table, n).to(compute), compute)
+            pool[table] = (states.movedim(-1, 1) if s.stacking == "stack_last" else states).to(pool.dtype)
         return o
 
     return step

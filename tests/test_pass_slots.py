@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rewriting import assert_within_budget, copied
 from slot_steps import (
     SLOTS,
     B,
@@ -24,13 +26,17 @@ from slot_steps import (
     read_index,
     read_take_along,
     scanned,
+    spelled,
     window,
     write_each,
     write_flat,
+    write_slices,
     write_token_first,
     write_whole,
     write_with_index_put,
 )
+from spellings import Spelling, covering_sample
+from spellings import inputs as spelled_inputs
 from torch import Tensor, nn
 from torch._dynamo.utils import ReinplaceCounters
 
@@ -44,7 +50,7 @@ def fresh_dynamo():
 
 
 READS = [read_take_along, read_gather, read_flat]
-WRITES = [write_whole, write_each, write_flat, write_token_first, write_with_index_put]
+WRITES = [write_whole, write_each, write_slices, write_flat, write_token_first, write_with_index_put]
 SPELLINGS = [*((read, write_whole) for read in READS), *((read_index, write) for write in WRITES)]
 
 
@@ -60,17 +66,51 @@ def test_several_steps_equal_the_plain_step(read, write):
     assert layer.form == "commit" and layer.source.startswith("slot_steps.py:")
 
 
-def test_only_the_first_column_is_written_and_the_pool_may_hold_no_other():
-    both, n = Both(make_step()), torch.ones(B, dtype=torch.int64)
-    table = torch.tensor([[4, 100, 101], [0, 102, 103], [2, 104, 105]])
-    both.pool = both.pool[:5].clone()
-    before, wide = both.pool.clone(), torch.randn(106, H, V, K)
-    wide[:5] = before
+def sample(count: int) -> list[Spelling]:
+    """Spellings of the recurrence; what they say of checkpoints and selections is the step's own here."""
+    own = {"checkpoint": "pool", "layout": "value_first", "shapes": "static", "selection": "index", "outputs": "each"}
+    stackings = {"with_checkpoint": "stack", "slices_with_checkpoint": "slices"}
+    drawn = (replace(s, **own, stacking=stackings.get(s.stacking, s.stacking)) for s in covering_sample(count, seed=3))
+    return list(dict.fromkeys(replace(s, T=min(s.T, 4)) for s in drawn))
+
+
+SAMPLE = [Spelling(layers=2), Spelling(T=2, B=1, gate="unbounded", dtype=torch.bfloat16, pool_dtype=torch.bfloat16)]
+SAMPLE += [pytest.param(s, marks=pytest.mark.exhaustive) for s in sample(40)]
+
+
+@pytest.mark.parametrize("s", SAMPLE, ids=str)
+def test_spellings_of_the_recurrence(s):
+    pools, first, *_ = spelled_inputs(s)
+    pools = [x.repeat(4, 1, 1, 1) for x in pools]
+    table = torch.randperm(4 * 5, generator=torch.Generator().manual_seed(0))[: s.B * s.T].view(s.B, s.T)
+    steps = slot_step(spelled(s), backend=None), spelled(s), spelled(s, torch.float64)
+    runs, n = (pools, copied(pools), [x.double() for x in pools]), torch.ones(s.B, dtype=torch.int64)
+    for i in range(4):
+        _, layers, _, accepted = spelled_inputs(s, seed=i)
+        weights = [{name: layer[name] for name in ("A_log", "dt_bias")} for layer in first]
+        layers = [{**layer, **same} for layer, same in zip(layers, weights, strict=True)]
+        results = [step(own, layers, table, n) for step, own in zip(steps, runs, strict=True)]
+        assert_within_budget(*results, f"step {i}")
+        n = accepted
+    assert steps[0].report.matched == s.layers
+
+
+FIRST = [[4, 100, 101], [0, 102, 103], [2, 104, 105]], [1, 3]
+FIRST_TWO = [[4, 1, 101], [0, 6, 103], [2, 5, 105]], [3]
+
+
+@pytest.mark.parametrize(("dtype", "slots"), [(torch.float32, FIRST), (torch.bfloat16, FIRST_TWO)], ids=str)
+def test_other_columns_need_no_slots(dtype, slots):
+    both, n = Both(make_step(), dtype=dtype), torch.ones(B, dtype=torch.int64)
+    table, others = torch.tensor(slots[0]), slots[1]
+    both.pool = both.pool[:7].clone()
+    before, wide = both.pool.clone(), torch.randn(106, H, V, K).to(dtype)
+    wide[:7] = before
     both.plain_pool, both.exact_pool = wide.clone(), wide.double()
     for i in range(4):
         both.run(table, n, make_inputs(i))
         n = 1 + (n + torch.arange(B)) % T
-    assert torch.equal(both.pool[[1, 3]], before[[1, 3]]) and not torch.equal(both.pool[0], before[0])
+    assert torch.equal(both.pool[others], before[others]) and not torch.equal(both.pool[0], before[0])
     graph = both.rewritten._graphs[0].run[0].graph
     commits = graph.find_nodes(op="call_function", target=ops.kda_commit)
     assert len(commits) == 2 and all(node.args[0].op == "placeholder" for node in commits)

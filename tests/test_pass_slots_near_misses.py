@@ -128,7 +128,7 @@ def test_other_layouts_and_widths_are_refused():
         slot_step(key_first, backend=None)(torch.randn(SLOTS, H, K, V), make_table(1), n, *inputs)
     new, pool = slot_step(make_step(), backend=None), torch.randn(SLOTS, H, V, K)
     with pytest.raises(RuntimeError, match="width has to be"):
-        new(pool, torch.zeros(B, 18, dtype=torch.int64), n, *inputs)
+        new(pool, torch.zeros(B, 17, dtype=torch.int64), n, *inputs)
     new(pool, make_table(1), n, *inputs)
     with pytest.raises(RuntimeError, match="tables of the same width"):
         new(pool, make_table(1, W=4), n, *inputs)

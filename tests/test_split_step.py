@@ -34,6 +34,7 @@ SPELLINGS = [
     Spelling(preprocessing="step", l2norm="normalize", gate="precomputed", selection="index_select"),
     Spelling(B=1, H=1, T=2),
     Spelling(T=8, stacking="cat", contraction="einsum"),
+    Spelling(T=2, stacking="slices"),
 ]
 
 

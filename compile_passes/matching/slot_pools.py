@@ -32,7 +32,7 @@ from compile_passes.reading.integers import varies_with
 from compile_passes.reading.selections import SELECTIONS, chosen
 from compile_passes.reading.views import strip
 
-MAX_COLUMNS = 17  # the window before has at most 16 tokens after its first
+MAX_COLUMNS = 16  # a record has at most as many tokens
 
 
 @dataclass
@@ -58,6 +58,16 @@ class SlotPool:
     written: Node  # the pool after the last write
     states: list[Element]
     axes: list[Axis | None]  # row, and the pool's other dimensions
+
+    @property
+    def base(self) -> int:
+        """The column that windows start from: the first, or where it would be rounded once more than stored, the second."""
+        return 0 if dtype(self.pool) == torch.float32 else 1
+
+    @property
+    def recorded(self) -> Size:
+        """How many tokens a record has room for."""
+        return self.table.width - 1 + self.base
 
 
 def find_slot_pools(graph: Graph) -> tuple[list[SlotPool], dict[Node, str]]:

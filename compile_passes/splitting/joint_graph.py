@@ -161,13 +161,20 @@ class Traced:
         return [(role[1], node) for node, role in pairs if role[0] == "write" and role[2] == half]
 
 
+def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """In functional ATen. Assignment to a position stays one operator, which export's own table makes a mask of."""
+    table = torch.export.default_decompositions()
+    table.pop(torch.ops.aten.select_scatter.default, None)
+    return program.run_decompositions(table)
+
+
 def trace(verify: Callable, commit: Callable, calls: tuple[Call, Call], tensors: list[Tensor], dynamic: bool) -> Traced:
     """Trace both halves on the shapes of ``tensors``; nothing is run on their values and nothing of them is written."""
     joint = Joint(verify, commit, calls)
     dims = [dict.fromkeys(range(x.ndim), torch.export.Dim.AUTO) for x in tensors]
     with torch.no_grad():
         program = torch.export.export(joint, (tensors,), dynamic_shapes=(dims,) if dynamic else None, strict=False)
-        program = program.run_decompositions()
+        program = decomposed(program)
     graph, signature = program.graph, program.graph_signature
     inputs, places, numbers = {}, {}, iter(range(len(tensors)))
     for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):

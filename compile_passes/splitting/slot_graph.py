@@ -6,8 +6,11 @@ What the pool held at ``table[b, t]`` is, at any time,
     recover(pool[table[b, 0]], record[table[b, 0]], t)  for t > 0.
 
 So a step begins with a commit of the ``n - 1`` tokens after the first, in place, and verifies from there. It ends with a commit
-of one token, and stores the record of the others. Writing ``select position 0`` in the place of the stores leaves a graph that
-the pass rewrites as it does any other; this file prepares that graph, and puts the records around the result.
+of one token, and stores the record of the others. A half-precision pool would be rounded twice a window that way: there the
+second column keeps the checkpoint of the window before, and the record has the first token too.
+
+Writing ``select position 0`` in the place of the stores leaves a graph that the pass rewrites as it does any other; this file
+prepares that graph, and puts the records around the result.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ SETTINGS = ("lower_bound", "use_qk_l2norm_in_kernel", "use_gate_in_kernel")
 class SlotLayer:
     """A rewritten pool: ``buffers`` are the placeholders of its record by name, ``stored`` their new values.
 
-    ``begun`` is the pool after the commit a step begins with, ``forgotten`` the owners without those rows. ``gate`` are the
+    ``begun`` is the pool after the commit a step begins with, ``settled`` the one with those states in the first column, and
+    ``forgotten`` the owners without those rows. ``gate`` are the
     inputs that the gate's parameters are computed from, ``settings`` what else a record has to be read with.
     """
 
@@ -45,6 +49,7 @@ class SlotLayer:
     buffers: dict[str, Node]
     stored: dict[str, Node]
     begun: Node
+    settled: Node
     forgotten: Node
     gate: list[Node]
     settings: tuple
@@ -63,16 +68,16 @@ def keep_first(graph: Graph, found: SlotPool) -> Node:
         return values.integer(found.position, [row]).long().remainder(table.width)
 
     def gather(pool: Tensor, slots: Tensor) -> Tensor:
-        return pool[slots.select(table.dim, 0)]
+        return pool[slots.select(table.dim, found.base)]
 
     def arrange(*states: Tensor) -> list[Tensor]:
         values = Values(sources, states, elements)
         return [values.tensor(e, found.axes) for e in elements]
 
     def put(pool: Tensor, slots: Tensor, states: Tensor) -> Tensor:
-        first = slots.select(table.dim, 0)
-        rows = torch.arange(first.shape[0], device=pool.device)
-        return pool.index_put((first,), states[torch.zeros_like(rows), rows].to(pool.dtype))
+        own = slots.select(table.dim, found.base)
+        rows = torch.arange(own.shape[0], device=pool.device)
+        return pool.index_put((own,), states[torch.zeros_like(rows), rows].to(pool.dtype))
 
     column = insert_after(graph, table.node, position, [table.node, *leaves])
     found.gather.replace_all_uses_with(insert(graph, found.gather, gather, [pool, table.node]))
@@ -126,45 +131,54 @@ def add_record(graph: Graph, found: SlotPool, column: Node, after: Node) -> Slot
     ``column`` is what :func:`keep_first` returned, ``after`` the pool after the window's own commit.
     """
     commit, pool, table = rewritten_commit(found.pool, after), found.pool, found.table
-    tokens, window = table.width - 1, len(found.states)
+    tokens, window, base = found.recorded, len(found.states), found.base
     record = {name: commit[name] for name in ("u", "k", "g")}
     buffers = {name: _buffer(graph, pool, x, tokens, name) for name, x in record.items()}
     buffers["owner"] = _buffer(graph, pool, None, table.width, "owner")
     gate = [commit["A_log"], commit["dt_bias"]]
     readers = [n for n in pool.users if isinstance(n.meta.get("val"), (Tensor, tuple, list))]
 
-    def begin(pool, slots, column, u, k, g, owner, A_log, dt_bias) -> tuple[Tensor, Tensor]:
+    def begin(pool, slots, column, u, k, g, owner, A_log, dt_bias) -> tuple[Tensor, Tensor, Tensor]:
         slots, column = _rows(slots, table), column.unsqueeze(1)
-        first = _first(slots, pool)
+        first, start = _column(slots, 0, pool), _column(slots, base, pool)
         # A record is of the row it was made for. Any other row gets NaN, which is seen, rather than another request's state.
         own = (owner[first].gather(1, column) == slots.gather(1, column)) | (column == 0)
         u = torch.where(own.view(-1, 1, 1, 1), u[first], torch.nan)
-        record = {"u": u, "k": k[first], "g": g[first], "A_log": A_log, "dt_bias": dt_bias}
-        plan = {"source": first, "dest": first.unsqueeze(1), "length": column}
+        record = {"u": u, "k": k[first], "g": g[first], "A_log": A_log, "dt_bias": dt_bias, "max_seqlen": tokens}
+        # Position 0 is the first column's own contents, which somebody else may have written.
+        source = torch.where(column.squeeze(1) == 0, first, start)
+        length = torch.where(column == 0, 0, column + base)
         settings = {name: x for name, x in commit.items() if not isinstance(x, Node)}
-        pool = functional_commit(pool, {**settings, **record, **plan, "max_seqlen": tokens})
-        return pool, owner.index_put((first,), owner.new_full((1, table.width), NO_SLOT))
+        arguments = {**settings, **record, "source": source, "length": length}
+        begun, settled = (functional_commit(pool, {**arguments, "dest": x.unsqueeze(1)}) for x in (start, first))
+        return begun, settled, owner.index_put((first,), owner.new_full((1, table.width), NO_SLOT))
 
     def store(slots, u, k, g, owner, *new) -> list[Tensor]:
         slots = _rows(slots, table)
-        first = _first(slots, u)
-        at = first.unsqueeze(1), torch.arange(window - 1, device=u.device).unsqueeze(0)
-        stored = [old.index_put(at, x[:, 1:].to(old.dtype)) for old, x in zip((u, k, g), new, strict=True)]
+        first = _column(slots, 0, u)
+        at = first.unsqueeze(1), torch.arange(window - 1 + base, device=u.device).unsqueeze(0)
+        stored = [old.index_put(at, x[:, 1 - base :].to(old.dtype)) for old, x in zip((u, k, g), new, strict=True)]
         # Columns that this window did not reach hold nothing.
         mark = torch.where(torch.arange(table.width, device=u.device) < window, slots.long(), NO_SLOT)
         return [*stored, owner.index_put((first,), mark)]
 
     (*_, last) = graph.find_nodes(op="placeholder")
     held = [buffers[name] for name in RECORD]
-    begun, forgotten = insert_after(graph, last, begin, [pool, table.node, column, *held, *gate])
+    begun, settled, forgotten = insert_after(graph, last, begin, [pool, table.node, column, *held, *gate])
     for node in readers:
         node.replace_input_with(pool, begun)
     settle(graph, begun)
+    if base:  # the window's own commit leaves its checkpoint where it is
+        own = after.args[0]
+        first = insert(
+            graph, own, lambda slots, pool: _column(_rows(slots, table), 0, pool).unsqueeze(1), [table.node, pool]
+        )
+        own.update_kwarg("dest", first)
     stored = insert_after(graph, after, store, [table.node, *held, *record.values()])
     parameters = [x for x in gate if x is not None]
     settings = tuple(commit[name] for name in SETTINGS) + tuple(x is None for x in gate)
     values = dict(zip(RECORD, stored, strict=True))
-    return SlotLayer(pool, buffers, values, begun, forgotten, _sources(parameters), settings)
+    return SlotLayer(pool, buffers, values, begun, settled, forgotten, _sources(parameters), settings)
 
 
 def _rows(slots: Tensor, table: Table) -> Tensor:
@@ -172,10 +186,10 @@ def _rows(slots: Tensor, table: Table) -> Tensor:
     return slots if table.dim == 1 else slots.t()
 
 
-def _first(slots: Tensor, pool: Tensor) -> Tensor:
-    """The first column. Indexing counts negative slots from the end; the operators take them for padding."""
-    first = slots[:, 0].long()
-    return torch.where(first < 0, first + pool.shape[0], first)
+def _column(slots: Tensor, column: int, pool: Tensor) -> Tensor:
+    """Slots of one column. Indexing counts negative ones from the end; the operators take them for padding."""
+    chosen = slots[:, column].long()
+    return torch.where(chosen < 0, chosen + pool.shape[0], chosen)
 
 
 def _buffer(graph: Graph, pool: Node, like: Node | None, tokens: int, name: str) -> Node:

@@ -32,14 +32,15 @@ def slot_step(
 ) -> SlotStep:
     """Rewrite a step that reads ``pool[table[b, num_accepted - 1]]`` and stores the state after token t in ``table[b, t]``.
 
-    Only the slots of the table's first column are used then. The caller promises that between two steps
+    Only the slots of the table's first column are used then; of half-precision pools those of the second, too, so that states
+    are rounded as often as before. The caller promises that between two steps
 
-    - nobody else reads or writes the slots of the other columns; they need not even exist in the pool;
+    - nobody else reads or writes the slots of any column but the first; those that are not used need not exist in the pool;
     - whoever writes a slot of the first column (a prefill) has that row's next step read position 0 (``num_accepted`` 1);
     - whoever wants to read or copy a request's state calls :meth:`SlotStep.settle` before.
 
     Args:
-        step: ``step(*args, **kwargs)``; pools ``[slots, HV, V, K]``, the table ``[B, W]`` (W from 2 to 17) and the accepted
+        step: ``step(*args, **kwargs)``; pools ``[slots, HV, V, K]``, the table ``[B, W]`` (W from 2 to 16) and the accepted
             counts of the step before are among the arguments, or pools are buffers of the module that the step is, or whose
             method it is. Windows have 2 to 16 tokens, and no more than W.
         dynamic: one graph for any size of the arguments' dimensions, where the model allows it; else one for each.
@@ -225,10 +226,10 @@ class SlotStep:
     def _modules(self, rewritten: Rewritten) -> Rewritten:
         traced, layers = rewritten.traced, rewritten.layers
         records = [(layer.buffers[name], layer.stored[name]) for layer in layers for name in layer.buffers]
-        begun = [(layer.pool, layer.begun) for layer in layers]
+        settled = [(layer.pool, layer.settled) for layer in layers]
         forgotten = [(layer.buffers["owner"], layer.forgotten) for layer in layers]
         rewritten.run = self._module(traced, traced.results, [*traced.writes, *records])
-        rewritten.settle = self._module(traced, [], [*begun, *forgotten])
+        rewritten.settle = self._module(traced, [], [*settled, *forgotten])
         return rewritten
 
     def _module(self, traced: TracedStep, results: list[Node], writes: list) -> tuple[Callable, list[Node]]:

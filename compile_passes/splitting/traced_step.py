@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from compile_passes.splitting.inputs import Inputs
-from compile_passes.splitting.joint_graph import Call, as_forward
+from compile_passes.splitting.joint_graph import Call, as_forward, decomposed
 
 
 class Function(nn.Module):
@@ -83,7 +83,7 @@ def trace(
     dims = [{d: auto for d in range(x.ndim) if (place, d) not in static} for place, x in enumerate(tensors)]
     with torch.no_grad():
         program = torch.export.export(module, (tensors,), dynamic_shapes=(dims,) if dynamic else None, strict=False)
-        program = program.run_decompositions()
+        program = decomposed(program)
     graph, signature = program.graph, program.graph_signature
     kinds, places, numbers = {}, {}, iter(range(len(tensors)))
     environment = None
