@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import test_pass_families
 from spellings import CHOICES, Spelling
 from test_pass_spellings import ALTERNATIVES
 from test_pass_third_party import FORMS
@@ -40,6 +41,10 @@ def reasons_table() -> str:
 
 def test_table_of_spellings_is_the_grammar():
     assert spellings_table() in TEXT
+
+
+def test_table_of_families_is_the_grammar():
+    assert test_pass_families.table() in TEXT
 
 
 def test_table_of_third_party_functions_is_complete():
