@@ -65,7 +65,9 @@ def test_chunked_function_is_refused():
     args = arguments(CHUNKED, "value_first", T=2)
     expected_args, step = copied(args), step_of(CHUNKED, "value_first")
     result, seen = run_rewritten(step, *args)
-    assert [layer.reason for layer in seen.report.layers] == ["non_uniform_step"] and seen.untouched
+    # Where the system is solved row by row in place, its rows are a chain too.
+    assert "non_uniform_step" in [layer.reason for layer in seen.report.layers]
+    assert seen.report.matched == 0 and seen.untouched
     expected = step(*expected_args)
     assert torch.equal(result, expected) and torch.equal(args[0], expected_args[0])
 
