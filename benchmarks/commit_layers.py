@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.reporting import check_at_least, check_device, console_for_tables, machine, progress_over, write_json
+from benchmarks.reporting import check_at_least, check_device, console_for_tables, machine, measure_all
 from benchmarks.timing import alternate, quartiles, replayed
 from recoverssm_ops import (
     causal_conv1d_commit,
@@ -146,7 +147,7 @@ def measure(kind: str, layers: int, batch: int, options: argparse.Namespace) -> 
 
 
 @torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     torch.manual_seed(0)
     console, about = console_for_tables(), machine(arguments.device)
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         for layers in arguments.layers
         for batch in arguments.batch
     ]
-    figures = [f for size in progress_over(sizes, len(sizes), "measuring", console) for f in measure(*size, arguments)]
+    figures, status = measure_all(sizes, measure, arguments, about, console)
     title = f"Commits of a step, T {arguments.window}, {arguments.heads} heads of {arguments.head_dim}, "
     title += f"{arguments.dtype} activations, {arguments.state_dtype} states, {about['device']}, torch {about['torch']}"
     table = Table(title=title)
@@ -175,8 +176,8 @@ def main(argv: list[str] | None = None) -> None:
         speed = f"{loop['step_us'] / together['step_us']:.2f}"
         table.add_row(loop["what"], str(loop["layers"]), str(loop["batch"]), *cells, speed)
     console.print(table)
-    write_json(arguments, about, figures)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

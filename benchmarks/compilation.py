@@ -18,6 +18,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 
@@ -74,7 +75,8 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
     options, signature, constants, attributes = kernel._pack_args(
         backend, dict(launch.keywords), arguments, specialization, options
     )
-    return compile_source(ASTSource(kernel, signature, constants, attributes), target, vars(options))
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return compile_source(source(kernel, signature, constants, attributes), target, vars(options))
 
 
 def compile_source(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Compiled:

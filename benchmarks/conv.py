@@ -11,6 +11,7 @@ layer: time of a replay over the layers. The two alternate within one run.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.reporting import check_at_least, check_device, console_for_tables, machine, progress_over, write_json
+from benchmarks.reporting import check_at_least, check_device, console_for_tables, machine, measure_all
 from benchmarks.timing import alternate, quartiles, replayed
 from models.short_conv import causal_conv1d_window, history_after
 from recoverssm_ops import causal_conv1d_commit, causal_conv1d_verify
@@ -118,15 +119,11 @@ def measure(batch: int, arguments: argparse.Namespace) -> list[dict]:
 
 
 @torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     console, about = console_for_tables(), machine(arguments.device)
     batches = list(dict.fromkeys(arguments.batch))
-    figures = [
-        figure
-        for batch in progress_over(batches, len(batches), "measuring", console)
-        for figure in measure(batch, arguments)
-    ]
+    figures, status = measure_all([(batch,) for batch in batches], measure, arguments, about, console)
     title = f"Short convolution of a layer, T {arguments.window}, {arguments.channels} channels, W {arguments.width}, "
     table = Table(title=title + f"{arguments.dtype}, {about['device']}, torch {about['torch']}")
     for column in ("batch", "", "µs a layer (quartiles)", "times Inductor", "layers a replay"):
@@ -138,8 +135,8 @@ def main(argv: list[str] | None = None) -> None:
         speed = f"{plain['layer_us'] / f['layer_us']:.2f}"
         table.add_row(str(f["batch"]), f["way"], spread, speed, str(f["layers"]), end_section=f["way"] == KERNELS)
     console.print(table)
-    write_json(arguments, about, figures)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -47,14 +47,14 @@ def _gate(heads: int, K: int, scalar_gate: bool, bounded: bool, aligned: bool = 
 
 def verify(
     pool: str, T: int = 8, K: int = 128, V: int = 128, *, data: str = "bf16", scalar_gate: bool = False,
-    bounded: bool = True, packed: bool = False, groups: int = 1, heads: int = HEADS,
+    bounded: bool = True, packed: bool = False, groups: int = 1, heads: int = HEADS, aligned: bool = True,
 ) -> Launching:  # fmt: skip
     lead, cu_seqlens = _window(T, packed)
     HV = heads * groups
     q, k = _empty(*lead, heads, K, dtype=data), _empty(*lead, heads, K, dtype=data)
     v, beta = _empty(*lead, HV, V, dtype=data), _empty(*lead, HV, dtype=data)
     g = _empty(*lead, HV, *(() if scalar_gate else (K,)), dtype=data)
-    state, slots = _empty(SLOTS, HV, V, K, dtype=pool), torch.zeros(BATCH, dtype=torch.int32)
+    state, slots = _empty(SLOTS, HV, V, K, dtype=pool, aligned=aligned), torch.zeros(BATCH, dtype=torch.int32)
     gate = _gate(HV, K, scalar_gate, bounded)
     settings = (K**-0.5, True, True, True, False, -1)
     return lambda: launch.verify(q, k, v, g, beta, state, slots, cu_seqlens, T, *gate, *settings)
@@ -141,6 +141,9 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
     for pool, T in itertools.product(("bf16", "fp32"), (4, 8)):
         variants[f"verify_{pool}_T{T}"] = (verify, {"pool": pool, "T": T})
     for pool in ("bf16", "fp32"):
+        variants[f"verify_{pool}_unaligned"] = (verify, {"pool": pool, "aligned": False})
+        variants[f"verify_{pool}_packed"] = (verify, {"pool": pool, "packed": True, "groups": 2})
+        variants[f"verify_{pool}_fp32_data"] = (verify, {"pool": pool, "data": "fp32"})
         variants[f"verify_{pool}_unbounded"] = (verify, {"pool": pool, "bounded": False})
         variants[f"verify_{pool}_T16"] = (verify, {"pool": pool, "T": 16})
         variants[f"commit_{pool}"] = (commit, {"pool": pool})
@@ -151,6 +154,9 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
     columns = {"pool": "bf16", "columns": 3, "bounded": False, "packed": True}
     strided = {"packed": True, "pool": "strided"}
     return variants | {
+        "verify_fp16": (verify, {"pool": "fp16", "data": "fp16"}),
+        "verify_bf16_D96": (verify, {"pool": "bf16", "K": 96, "V": 96}),
+        "verify_bf16_D64_T3": (verify, {"pool": "bf16", "T": 3, "K": 64, "V": 64}),
         "verify_bf16_T1": (verify, {"pool": "bf16", "T": 1}),
         "verify_fp16_scalar_packed": (verify, half | {"packed": True, "groups": 2}),
         "verify_bf16_scalar": (verify, {"pool": "bf16", "bounded": False, "scalar_gate": True, "groups": 2}),

@@ -30,7 +30,9 @@ from benchmarks.kernel_run import OPERATIONS, ShapeRun
 from benchmarks.kernel_table import Header, table
 from benchmarks.peer_providers import PEERS
 from benchmarks.providers import OURS
+from benchmarks.reporting import replace_text
 from benchmarks.shapes import DTYPES, Shape, layers, targets
+from models.interruption import Interruptible
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -93,9 +95,15 @@ def default_providers(arguments: argparse.Namespace, found: peers.Peers) -> list
 def compile_in_processes(jobs: int, argv: list[str]) -> None:
     """Fill Triton's cache: every process runs its share of the shapes once."""
     command = [sys.executable, "-m", "benchmarks.kernels", *argv, "--jobs", "0", "--compile-only"]
-    started = [subprocess.Popen([*command, f"{i}/{jobs}"], stdout=subprocess.DEVNULL) for i in range(jobs)]
-    for process in started:
-        process.wait()
+    started: list[subprocess.Popen] = []
+    try:
+        for i in range(jobs):
+            started.append(subprocess.Popen([*command, f"{i}/{jobs}"], stdout=subprocess.DEVNULL))
+        for process in started:
+            process.wait()
+    finally:
+        for process in started:
+            process.terminate()
 
 
 @torch.no_grad()
@@ -113,35 +121,45 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # Wide enough for whole rows where the output is a file.
     console = Console() if sys.stdout.isatty() else Console(width=150)
-    if arguments.jobs:
-        with console.status(f"compiling in {arguments.jobs} processes"):
-            compile_in_processes(arguments.jobs, argv)
-    started = time.perf_counter()
-    header = Header.measured(arguments.device, arguments.warm)
-    rows = []
-    for number, shape in enumerate(shapes):
-        with console.status(f"{number + 1}/{len(shapes)}: {shape}"):
-            torch.compiler.reset()
-            run = ShapeRun(shape, names, arguments, found)
-            run.check()
-            measured = run.rows(header.copy_bytes_per_s)
-            run.providers.clear()
-            del run
-            if torch.device(arguments.device).type == "cuda":
-                torch.cuda.empty_cache()
-        console.print(table(shape, measured, header, arguments.preset == "layers"))
-        for row in measured:
-            if "note" in row:
-                console.print(f"{row['provider']}: {row['note']}", highlight=False)
-        rows += measured
-    for name in names:
-        if name in found.absent:
-            console.print(f"absent: {name}: {found.absent[name]}", highlight=False)
-    console.print(f"{time.perf_counter() - started:.0f} s")
-    if arguments.json:
-        document = {"header": asdict(header), "absent": {n: found.absent[n] for n in names if n in found.absent}}
-        arguments.json.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
-    return int(any("failed" in row.get("note", "") and row["provider"] in OURS for row in rows))
+    started, rows = time.perf_counter(), []
+    absent = {name: found.absent[name] for name in names if name in found.absent}
+    with Interruptible() as work:
+        if arguments.jobs:
+            with console.status(f"compiling in {arguments.jobs} processes"):
+                compile_in_processes(arguments.jobs, argv)
+            console.print(f"compiled in {time.perf_counter() - started:.0f} s")
+        header = Header.measured(arguments.device, arguments.warm)
+        for number, shape in enumerate(shapes):
+            with console.status(f"{number + 1}/{len(shapes)}: {shape}"):
+                measured = measure(shape, names, arguments, found, header)
+            console.print(table(shape, measured, header, arguments.preset == "layers"))
+            for row in measured:
+                if "note" in row:
+                    console.print(f"{row['provider']}: {row['note']}", highlight=False)
+            rows += measured
+            if arguments.json:
+                document = {"header": asdict(header), "absent": absent, "rows": rows}
+                replace_text(arguments.json, json.dumps(document, indent=1) + "\n")
+    for name, reason in absent.items():
+        console.print(f"absent: {name}: {reason}", highlight=False)
+    console.print(f"{time.perf_counter() - started:.0f} s" + ", interrupted" * work.interrupted)
+    failed = any("failed" in row.get("note", "") and row["provider"] in OURS for row in rows)
+    return 130 if work.interrupted else int(failed)
+
+
+def measure(
+    shape: Shape, names: list[str], arguments: argparse.Namespace, found: peers.Peers, header: Header
+) -> list[dict]:
+    """Rows of one shape; what it has allocated is given back."""
+    torch.compiler.reset()
+    run = ShapeRun(shape, names, arguments, found)
+    run.check()
+    rows = run.rows(header.copy_bytes_per_s)
+    run.providers.clear()
+    del run
+    if torch.device(arguments.device).type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Launch configurations of the kernels, tried one by one: which there are, what they compile to, how fast they are.
 
-The launchers ask ``recoverssm_ops.triton.launch.verify_config`` and ``commit_config``; a trial replaces the function for a
-while. Nothing here knows the kernels' arguments.
+The launchers ask the functions ``..._config`` of ``recoverssm_ops.triton.launch``; a trial replaces them for a while. Nothing
+here knows the kernels' arguments.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from recoverssm_ops import ops
 from recoverssm_ops.triton import launch
 
 Config = dict[str, int]
-FUNCTIONS = {"verify": "verify_config", "commit": "commit_config"}
+FUNCTIONS = {"verify": ("verify_config", "verify_async_config"), "commit": ("commit_config", "commit_async_config")}
 # Values that a configuration's entries may take; entries of other names stay as they are.
-KNOBS = {"num_warps": (1, 2, 4, 8), "BV": (16, 32, 64, 128), "STAGES": (1, 2, 3), "num_stages": (1, 2, 3)}
+KNOBS = {
+    "num_warps": (1, 2, 4, 8), "BV": (16, 32, 64, 128), "STAGES": (1, 2, 3), "num_stages": (1, 2, 3),
+    "BUFFERS": (1, 2, 3, 4), "HOLD": (0, 1), "maxnreg": (128, 168, 200, 255),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +43,26 @@ class Figures:
 
 
 @contextlib.contextmanager
-def configured(operation: str, changed: Config) -> Iterator[list[tuple[tuple, Config]]]:
-    """The launcher's choice with entries replaced; yields what it was asked, and what it chose by itself."""
-    name, asked = FUNCTIONS[operation], []
-    choose = getattr(launch, name)
+def configured(operation: str, changed: Config) -> Iterator[list[tuple[str, Config]]]:
+    """The launcher's choice with entries replaced; yields what it asked, and what it chose by itself."""
+    asked = []
 
-    def config(*arguments: object) -> Config:
-        chosen = choose(*arguments)
-        asked.append((arguments, chosen))
-        return chosen | changed
+    def replaced(name: str) -> Callable[..., Config]:
+        choose = getattr(launch, name)
 
-    with mock.patch.object(launch, name, config):
+        def config(*arguments: object) -> Config:
+            chosen = choose(*arguments)
+            asked.append((f"{name}({', '.join(map(str, arguments))})", chosen))
+            return chosen | changed
+
+        return config
+
+    with mock.patch.multiple(launch, **{name: replaced(name) for name in FUNCTIONS[operation]}):
         yield asked
 
 
-def launched(shape: Shape, operation: str, changed: Config) -> tuple[object, tuple, Config]:
-    """The launch for a shape, without a GPU; the arguments of the launcher's question; its own answer."""
+def launched(shape: Shape, operation: str, changed: Config) -> tuple[object, str, Config]:
+    """The launch for a shape, without a GPU; the launcher's question; its own answer."""
     # No code depends on the number of rows.
     provider = RecoverSSM(Inputs(dataclasses.replace(shape, batch=2), 1, "cpu"))
     with (
@@ -66,8 +73,8 @@ def launched(shape: Shape, operation: str, changed: Config) -> tuple[object, tup
         call = provider.verify if operation == "verify" else provider.commit
         with configured(operation, changed) as asked:
             noted = only_launch(lambda: call(0))
-    ((arguments, chosen),) = asked
-    return noted, arguments, chosen
+    ((question, chosen),) = asked
+    return noted, question, chosen
 
 
 def candidates(chosen: Config, value_dim: int, knobs: dict[str, tuple[int, ...]] | None = None) -> list[Config]:

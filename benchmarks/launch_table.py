@@ -4,7 +4,7 @@
     python -m benchmarks.launch_table --table launch.json                  # the loss of the table of an earlier run
 
 Candidates are compiled in parallel first; those that spill are not run. A row of the table is one question that the launchers
-ask (``verify_config``'s and ``commit_config``'s arguments); its configuration is the one with the least mean loss over
+ask (the arguments of ``verify_async_config``, say); its configuration is the one with the least mean loss over
 the shapes that ask it. The loss of a configuration is its time over the best time, less one. The time budget covers all of
 it: what is not reached is said to be missing.
 """
@@ -49,8 +49,7 @@ class Trial:
 
     @classmethod
     def of(cls, shape: Shape, operation: str, knobs: dict[str, tuple[int, ...]]) -> Trial:
-        _, arguments, own = launched(shape, operation, {})
-        question = f"{operation}_config({', '.join(map(str, arguments))})"
+        _, question, own = launched(shape, operation, {})
         return cls(shape, operation, question, own, candidates(own, shape.head_size, knobs))
 
     def runnable(self) -> list[int]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from models.interruption import Interruptible
 
 
 def console_for_tables() -> Console:
@@ -38,7 +41,32 @@ def write_json(arguments: argparse.Namespace, about: dict, figures: list[dict]) 
         return
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     result = {"settings": settings, **about, "figures": figures}
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    replace_text(arguments.json, json.dumps(result, indent=2) + "\n")
+
+
+def measure_all(
+    sizes: Sequence, measure: Callable[..., list[dict]], arguments: argparse.Namespace, about: dict, console: Console
+) -> tuple[list[dict], int]:
+    """The figures of ``measure(*size, arguments)``, written after every size, and the exit status: 130 where Ctrl-C or
+    SIGTERM came before the last of them."""
+    figures = []
+    with Interruptible() as work:
+        for size in progress_over(sizes, len(sizes), "measuring", console):
+            figures += measure(*size, arguments)
+            write_json(arguments, about, figures)
+    return figures, 130 if work.interrupted else 0
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The file is always a whole one, whenever the program is killed."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_device(parser: argparse.ArgumentParser, device: str) -> None:

@@ -8,14 +8,16 @@ alternate, every sample is one step between CUDA events (on the CPU: the clock),
 The pools are as large as the batch, so nothing but the batch decides whether the states fit a cache. Accepted lengths
 differ per row and are forced; tokens/s is their sum over the median step.
 
-Compilation takes most of the run. With several jobs it is done in parallel processes, which leave the results in Inductor's
-caches on disk; timing begins when they are gone.
+Compilation takes most of the run. Every batch size has a process of its own; they compile at once, and take their times one
+after the other when the device is idle. What an interrupted run (Ctrl-C, SIGTERM) has measured is shown all the same, and the
+JSON is written after every batch size.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -23,19 +25,22 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.reporting import check_at_least, check_device, console_for_tables, machine, progress_over, write_json
-from benchmarks.step_ways import DTYPES, MERGED, REWRITTEN, UNTOUCHED, Prepared, Setting, in_parallel, prepare
-from benchmarks.step_ways import rewritten_layers as count_layers
-from benchmarks.timing import alternate, quartiles
+from benchmarks.reporting import (
+    available_cores,
+    check_at_least,
+    check_device,
+    console_for_tables,
+    machine,
+    progress_over,
+    write_json,
+)
+from benchmarks.step_ways import DTYPES, KEPT, MERGED, REWRITTEN, UNTOUCHED, Setting
+from benchmarks.step_workers import in_processes, in_this_process
 from compile_passes.reporting.report import readable
-from models.captured_step import CapturedStep
 from models.config import PRESETS
-from models.memory import peak_allocation
-
-LAUNCHED, CAPTURED = "launched", "captured"
+from models.interruption import Interruptible
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -48,14 +53,24 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="weights and activations")
     parser.add_argument("--state-dtype", choices=DTYPES, default="fp32", help="recurrent pools")
-    parser.add_argument("--merge-layers", action="store_true", help="a third way: commits of all layers in one launch")
+    parser.add_argument(
+        "--merge-layers", action="store_true", help="a further way: commits of all layers in one launch"
+    )
+    parser.add_argument(
+        "--keep-convolutions", action="store_true", help="a further way: short convolutions are left to Inductor"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--cudagraphs",
         action=argparse.BooleanOptionalAction,
         help="also capture each step as one CUDA graph (default: on a GPU)",
     )
-    parser.add_argument("--jobs", type=int, help="processes that compile (default: as many as cores and steps allow)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="batch sizes that compile at once, and hold their memory until all of them are timed; 1: one after the other, "
+        "in this process (default: as many as there are pairs of cores)",
+    )
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     return parser
@@ -64,7 +79,7 @@ def argument_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argument_parser()
     arguments = parser.parse_args(argv)
-    check_at_least(parser, arguments, batch=1, drafts=0, samples=2, jobs=0)
+    check_at_least(parser, arguments, batch=1, drafts=0, samples=2, jobs=1)
     check_device(parser, arguments.device)
     # Negated so that NaN is refused too.
     if arguments.accepted is not None and not 1 <= arguments.accepted <= 1 + arguments.drafts:
@@ -74,39 +89,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         arguments.cudagraphs = on_gpu
     if arguments.cudagraphs and not on_gpu:
         parser.error("--cudagraphs needs --device cuda")
+    arguments.batch = list(dict.fromkeys(arguments.batch))
+    if arguments.jobs is None:
+        arguments.jobs = max(1, min(len(arguments.batch), available_cores() // 2))
     return arguments
-
-
-def measure(prepared: list[Prepared], setting: Setting, arguments: argparse.Namespace) -> list[dict]:
-    """Figures of all ways of one batch size."""
-    device, batch = arguments.device, prepared[0].batch
-    calls, figures = {}, {}
-    for way in prepared:
-        peak = peak_allocation(way.call, device)
-        common = {"batch": batch, "way": way.way, "peak_bytes": peak, "first_call_s": way.seconds}
-        calls[way.way, LAUNCHED] = way.call
-        figures[way.way, LAUNCHED] = common
-        if arguments.cudagraphs:
-            captured = CapturedStep(way.compiled)
-            captured.capture(*way.inputs)
-            calls[way.way, CAPTURED] = lambda captured=captured, inputs=way.inputs: captured(*inputs)
-            figures[way.way, CAPTURED] = common | {"graph_bytes": captured.pool_bytes}
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    accepted = setting.accepted_lengths(batch).sum().item()
-    for key, values in alternate(calls, arguments.samples, device).items():
-        low, median, high = quartiles(values)
-        figures[key] |= {"launch": key[1], "step_ms": median, "quartiles_ms": [low, high]}
-        figures[key] |= {"accepted_mean": accepted / batch, "tokens_per_second": 1e3 * accepted / median}
-    return list(figures.values())
 
 
 def report(figures: list[dict], setting: Setting, title: str) -> Table:
     table = Table(title=title)
     columns = ("batch", "way", "", "step ms (quartiles)", "times untouched", "tokens/s", "peak memory of a step")
-    for column in (*columns, "of one position's states", "graph's memory", "first call s"):
-        table.add_column(column, justify="left" if column in ("way", "") else "right")
+    for column in (*columns, "of one position's states", "graph's memory", "compiled in s"):
+        table.add_column(column, justify="left" if column in ("way", "") else "right", no_wrap="quartiles" in column)
     for f in figures:
         same = [g for g in figures if g["batch"] == f["batch"] and g["launch"] == f["launch"]]
         (plain,) = (g for g in same if g["way"] == UNTOUCHED)
@@ -121,57 +114,44 @@ def report(figures: list[dict], setting: Setting, title: str) -> Table:
             readable(f["peak_bytes"]),
             f"{f['peak_bytes'] / setting.state_bytes(f['batch']):.2f}",
             readable(f["graph_bytes"]) if "graph_bytes" in f else "-",
-            f"{f['first_call_s']:.1f}",
+            f"{f['compile_s']:.1f}",
             end_section=f is same[-1] and f["launch"] == figures[-1]["launch"],
         )
     return table
 
 
-def compile_all(
-    setting: Setting, configurations: list[tuple[str, int]], arguments: argparse.Namespace, console: Console
-) -> dict:
-    """Warm the caches; the layers that the pass rewrites, and what compiling took."""
-    jobs, cores = arguments.jobs, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if jobs is None:
-        # One step is compiled where it runs.
-        jobs = min(len(configurations) + 1, max(1, cores // 2))
-    started = time.perf_counter()
-    if jobs < 2:
-        return {"layers": count_layers(setting, configurations[0][1]), "jobs": 0}
-    # The compilations that end early leave their cores to the others.
-    work = in_parallel(setting, configurations, jobs, max(1, 2 * cores // jobs))
-    done = dict(progress_over(work, len(configurations) + 1, f"compiling in {jobs} processes", console))
-    layers = done.pop(None)
-    seconds = [{"way": way, "batch": batch, "compile_s": s} for (way, batch), s in done.items()]
-    return {"layers": layers, "jobs": jobs, "compile_wall_s": time.perf_counter() - started, "compilations": seconds}
+def title_of(arguments: argparse.Namespace, about: dict, figures: list[dict]) -> str:
+    title = f"{arguments.preset}, T {1 + arguments.drafts}, {arguments.dtype} activations"
+    title += f", {arguments.state_dtype} pools, {about['device']}, torch {about['torch']}"
+    for layers in [f["layers"] for f in figures if f["way"] == REWRITTEN and f["layers"]][:1]:
+        title += f"; {layers['rewritten']} layers rewritten, {layers['refused']} refused"
+        title += f", {layers['convolutions']} convolutions replaced"
+    return title
 
 
-@torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    console = console_for_tables()
-    started = time.perf_counter()
-    names = ("drafts", "dtype", "state_dtype", "device", "accepted")
-    setting = Setting(PRESETS[arguments.preset], **{name: getattr(arguments, name) for name in names})
-    ways = [UNTOUCHED, REWRITTEN] + [MERGED] * arguments.merge_layers
-    batches = list(dict.fromkeys(arguments.batch))
-    compilation = compile_all(setting, [(way, batch) for batch in batches for way in ways], arguments, console)
-
-    model, figures = setting.model(), []
-    for batch in progress_over(batches, len(batches), "timing", console):
-        # All steps share one code object, and the number of compilations that it remembers is limited.
-        torch.compiler.reset()
-        figures += measure([prepare(setting, model, way, batch) for way in ways], setting, arguments)
-
-    layers = compilation["layers"]
-    about = machine(arguments.device)
-    title = f"{arguments.preset}, T {setting.window}, {arguments.dtype} activations, {arguments.state_dtype} pools, "
-    title += f"{about['device']}, torch {about['torch']}; layers {layers['rewritten']} rewritten, {layers['refused']} refused"
-    console.print(report(figures, setting, title))
-    wall = time.perf_counter() - started
-    console.print(f"{wall:.0f} s in all; mean tokens accepted: {figures[0]['accepted_mean']:.2f}")
-    write_json(arguments, about | {"wall_s": wall} | compilation, figures)
+    console, started, about = console_for_tables(), time.perf_counter(), machine(arguments.device)
+    names = ("drafts", "dtype", "state_dtype", "device", "accepted", "cudagraphs", "samples")
+    ways = (UNTOUCHED, REWRITTEN, *[MERGED] * arguments.merge_layers, *[KEPT] * arguments.keep_convolutions)
+    setting = Setting(PRESETS[arguments.preset], ways=ways, **{name: getattr(arguments, name) for name in names})
+    batches, figures = arguments.batch, []
+    events = in_processes(setting, batches, arguments.jobs) if arguments.jobs > 1 else in_this_process(setting, batches)
+    with Interruptible() as work:
+        for event in progress_over(events, len(batches) * (len(ways) + 1), "compiling, timing", console):
+            console.print(f"batch {event.batch}: {event.text}", highlight=False, markup=False)
+            if event.figures:
+                figures += event.figures
+                write_json(arguments, about | {"wall_s": time.perf_counter() - started}, figures)
+    if figures:
+        console.print(report(figures, setting, title_of(arguments, about, figures)))
+        console.print(f"mean tokens accepted: {figures[0]['accepted_mean']:.2f}")
+    measured = {f["batch"] for f in figures}
+    console.print(f"{time.perf_counter() - started:.0f} s in all" + ", interrupted" * work.interrupted)
+    if missing := [batch for batch in batches if batch not in measured]:
+        console.print(f"batch sizes without figures: {', '.join(map(str, missing))}", style="red")
+    return 130 if work.interrupted else int(bool(missing))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,33 +1,36 @@
-"""The ways to run one speculative step, and compiling them in processes of their own."""
+"""The ways to run one speculative step: compiled, and timed side by side."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing.synchronize import Lock
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import lookup_backend
+from torch._inductor.compile_fx import compile_fx
 
-from compile_passes import RecoverSSMPass, explain
+from benchmarks.timing import alternate, quartiles
+from compile_passes import RecoverSSMPass
+from models.captured_step import CapturedStep
 from models.config import KDAConfig
+from models.memory import peak_allocation
 from models.model import KDAForCausalLM
 from models.pools import Pools
 from models.speculation import SpeculativeStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-UNTOUCHED, REWRITTEN, MERGED = "untouched", "rewritten", "rewritten, merged commits"
+UNTOUCHED, REWRITTEN = "untouched", "rewritten"
+MERGED, KEPT = "rewritten, merged commits", "rewritten, but not convolutions"
+PASS_OPTIONS = {REWRITTEN: {}, MERGED: {"merge_layers": True}, KEPT: {"convolutions": False}}
+LAUNCHED, CAPTURED = "launched", "captured"
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all configurations of a run have in common."""
+    """What all batch sizes of a run have in common."""
 
     config: KDAConfig
     drafts: int
@@ -35,6 +38,9 @@ class Setting:
     state_dtype: str
     device: str
     accepted: float | None
+    ways: tuple[str, ...]
+    cudagraphs: bool
+    samples: int
 
     @property
     def window(self) -> int:
@@ -81,87 +87,26 @@ class Setting:
         return tuple(x.to(self.device) for x in (*rows, *noise))
 
 
-def compile_step(way: str, step: nn.Module, before_first_run: Callable[[], object] = lambda: None) -> Callable:
+def pass_of(way: str) -> RecoverSSMPass | None:
+    return None if way == UNTOUCHED else RecoverSSMPass(**PASS_OPTIONS[way])
+
+
+def compile_step(
+    step: nn.Module, recover: RecoverSSMPass | None, before_first_run: Callable[[], object] = lambda: None
+) -> Callable:
     """``before_first_run`` is called when all is compiled and nothing has run."""
-    options = {} if way == UNTOUCHED else {"post_grad_custom_pre_pass": RecoverSSMPass(merge_layers=way == MERGED)}
+    # A graph from Inductor's caches is one that the pass has not seen, and then has no report of.
+    options = {} if recover is None else {"post_grad_custom_pre_pass": recover, "fx_graph_cache": False}
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
-        compiled = lookup_backend("inductor")(graph, inputs, config_patches=options)
+        with warnings.catch_warnings():
+            # Of the float32 products, here the logits', which the model wants exact: near-ties decide greedy tokens.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
+            compiled = compile_fx(graph, inputs, config_patches=options)
         before_first_run()
         return compiled
 
     return torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
-
-
-class Turns:
-    """In a worker process: whose turn it is to use the device. Kernels are tuned at their first run, and alone."""
-
-    lock: Lock | None = None
-
-    @classmethod
-    def initialise(cls, lock: Lock) -> None:
-        cls.lock = lock
-
-
-@torch.no_grad()
-def first_call(setting: Setting, way: str, batch: int) -> float:
-    """Compile and run one configuration, for what that leaves in the compile caches; seconds of the compilation."""
-    step, inputs = setting.step(setting.model(), batch), setting.inputs(batch)
-    started, seconds = time.perf_counter(), []
-
-    def compiled() -> None:
-        if not seconds:
-            seconds.append(time.perf_counter() - started)
-            Turns.lock.acquire()
-
-    try:
-        compile_step(way, step, compiled)(*inputs)
-        synchronize(setting.device)
-    finally:
-        if seconds:
-            Turns.lock.release()
-    return seconds[0]
-
-
-@torch.no_grad()
-def rewritten_layers(setting: Setting, batch: int) -> dict[str, int]:
-    """How many layers the pass rewrites and how many it refuses, by its own report."""
-    report = explain(setting.step(setting.model(), batch), *setting.inputs(batch))
-    return {"rewritten": report.matched, "refused": report.refused}
-
-
-def in_parallel(
-    setting: Setting, configurations: Sequence[tuple[str, int]], jobs: int, threads: int
-) -> Iterator[tuple[tuple[str, int] | None, object]]:
-    """Warm the compile caches on disk from ``jobs`` processes, each with ``threads`` of Inductor's own for its kernels.
-
-    Yields each (way, batch) and its :func:`first_call` as it is done, and once None and :func:`rewritten_layers`.
-    """
-    context = multiprocessing.get_context("spawn")
-    started_with = {"mp_context": context, "initializer": Turns.initialise, "initargs": (context.Lock(),)}
-    with ProcessPoolExecutor(jobs, **started_with) as pool:
-        # The untouched step takes longest, so it begins first.
-        order = sorted(configurations, key=lambda configuration: configuration[0] != UNTOUCHED)
-        # Processes start as they are given work.
-        with compile_threads(threads):
-            futures = {pool.submit(first_call, setting, *c): c for c in order}
-            futures[pool.submit(rewritten_layers, setting, configurations[0][1])] = None
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-
-
-@contextlib.contextmanager
-def compile_threads(count: int) -> Iterator[None]:
-    """Of processes that start meanwhile: Inductor reads their number, and starts them, when it is imported."""
-    name = "TORCHINDUCTOR_COMPILE_THREADS"
-    before = os.environ.get(name)
-    os.environ[name] = str(count)
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def synchronize(device: str) -> None:
@@ -171,23 +116,66 @@ def synchronize(device: str) -> None:
 
 @dataclasses.dataclass
 class Prepared:
-    """A configuration that is ready to be timed."""
+    """A way of one batch size that is ready to be timed."""
 
     way: str
-    batch: int
     compiled: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
-    seconds: float  # of the first call: tracing, and compiling what the caches did not hold
+    seconds: float  # tracing, and compiling what the caches did not hold
+    layers: dict[str, int]  # rewritten and refused, and convolutions replaced, by the pass's own report
 
     def call(self) -> None:
         self.compiled(*self.inputs)
 
 
 @torch.no_grad()
-def prepare(setting: Setting, model: KDAForCausalLM, way: str, batch: int) -> Prepared:
-    prepared = Prepared(way, batch, compile_step(way, setting.step(model, batch)), setting.inputs(batch), 0.0)
+def prepare(
+    setting: Setting,
+    model: KDAForCausalLM,
+    way: str,
+    batch: int,
+    turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Prepared:
+    """Compile, and run once within a ``turn()``: kernels are tuned at their first run, and should have the device alone."""
+    recover, inputs, seconds = pass_of(way), setting.inputs(batch), []
     started = time.perf_counter()
-    prepared.call()
-    synchronize(setting.device)
-    prepared.seconds = time.perf_counter() - started
-    return prepared
+    with contextlib.ExitStack() as running:
+
+        def compiled_and_not_run() -> None:
+            seconds.append(time.perf_counter() - started)
+            running.enter_context(turn())
+
+        compiled = compile_step(setting.step(model, batch), recover, compiled_and_not_run)
+        compiled(*inputs)
+        synchronize(setting.device)
+    report = None if recover is None else recover.last_report
+    layers = {}
+    if report is not None:
+        layers = {"rewritten": report.matched, "refused": report.refused, "convolutions": report.convolutions_replaced}
+    (took,) = seconds
+    return Prepared(way, compiled, inputs, took, layers)
+
+
+@torch.no_grad()
+def measure(prepared: Sequence[Prepared], setting: Setting, batch: int) -> list[dict]:
+    """Figures of all ways of one batch size."""
+    calls, figures = {}, {}
+    for way in prepared:
+        peak = peak_allocation(way.call, setting.device)
+        common = {"batch": batch, "way": way.way, "peak_bytes": peak, "compile_s": way.seconds, "layers": way.layers}
+        calls[way.way, LAUNCHED] = way.call
+        figures[way.way, LAUNCHED] = common
+        if setting.cudagraphs:
+            captured = CapturedStep(way.compiled)
+            captured.capture(*way.inputs)
+            calls[way.way, CAPTURED] = lambda captured=captured, inputs=way.inputs: captured(*inputs)
+            figures[way.way, CAPTURED] = common | {"graph_bytes": captured.pool_bytes}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    accepted = setting.accepted_lengths(batch).sum().item()
+    for key, values in alternate(calls, setting.samples, setting.device).items():
+        low, median, high = quartiles(values)
+        figures[key] |= {"launch": key[1], "step_ms": median, "quartiles_ms": [low, high]}
+        figures[key] |= {"accepted_mean": accepted / batch, "tokens_per_second": 1e3 * accepted / median}
+    return list(figures.values())

@@ -30,5 +30,5 @@ def recoverssm(gm: GraphModule, example_inputs: list, *, mode: str | None = None
     patches[SLOT], before = added, len(added.reports)
     compiled = compile_fx(gm, example_inputs, config_patches=patches)
     if reports := added.reports[before:]:  # several, where the graph has nested regions
-        warn_if_nothing_was_rewritten(Report([layer for report in reports for layer in report.layers]))
+        warn_if_nothing_was_rewritten(Report.joined(reports))
     return compiled

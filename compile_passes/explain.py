@@ -44,7 +44,9 @@ def explain(fn: Callable, *args, dynamic: bool | None = None, **kwargs) -> Repor
         for module in reversed([m for m in gm.modules() if isinstance(m, GraphModule)]):
             view_to_reshape(module)
             check_views(module.graph)
-            report.layers += rewrite(module.graph).layers
+            found = rewrite(module.graph)
+            report.layers += found.layers
+            report.convolutions += found.convolutions
         (outputs,) = gm.graph.find_nodes(op="output")
         results = torch.fx.map_arg(outputs.args[0], lambda node: _zeros(node.meta["val"]))
 
@@ -73,6 +75,7 @@ def explain(fn: Callable, *args, dynamic: bool | None = None, **kwargs) -> Repor
         except TorchDynamoException:
             # Not one graph. Dynamo runs what it cannot trace, a whole window where the break is in its loop.
             report.layers.clear()
+            report.convolutions.clear()
             with _restored(_tensors(fn, args, kwargs)):
                 torch.compile(traced, backend=backend, dynamic=dynamic)(*args, **kwargs)
     return report

@@ -13,7 +13,9 @@ SLOT = "post_grad_custom_pre_pass"
 
 
 @contextmanager
-def recoverssm_passes(*, merge_layers: bool = False, check: bool = False) -> Iterator[RecoverSSMPass]:
+def recoverssm_passes(
+    *, merge_layers: bool = False, check: bool = False, convolutions: bool | None = None
+) -> Iterator[RecoverSSMPass]:
     """Append :class:`RecoverSSMPass` to the post-grad passes, and restore the configuration afterwards.
 
     A pass that another library installed keeps running, before ours. ``torch.compile`` is lazy: the first call of the
@@ -24,8 +26,10 @@ def recoverssm_passes(*, merge_layers: bool = False, check: bool = False) -> Ite
             step(*args)
 
     Args:
-        merge_layers, check: options of :class:`RecoverSSMPass`.
+        merge_layers, check, convolutions: options of :class:`RecoverSSMPass`.
     """
-    added = RecoverSSMPass(then=getattr(config, SLOT), merge_layers=merge_layers, check=check)
+    added = RecoverSSMPass(
+        then=getattr(config, SLOT), merge_layers=merge_layers, check=check, convolutions=convolutions
+    )
     with config.patch({SLOT: added}):
         yield added

@@ -9,12 +9,18 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
+import recoverssm_ops.conv_ops as conv_ops
 import recoverssm_ops.layers_ops as layers_ops
 import recoverssm_ops.ops as ops
 from compile_passes.reporting.report import Report
 from compile_passes.rewrite import rewrite
 
-_COMMITS = (ops.kda_commit, layers_ops.kda_commit_layers)
+_COMMITS = (
+    ops.kda_commit,
+    layers_ops.kda_commit_layers,
+    conv_ops.causal_conv1d_commit,
+    layers_ops.causal_conv1d_commit_layers,
+)
 
 
 class RecoverSSMPass(CustomGraphPass):
@@ -30,13 +36,23 @@ class RecoverSSMPass(CustomGraphPass):
     Args:
         then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
         merge_layers: commit all layers that are alike in one launch. Off until it has been measured on a GPU.
-        check: compare every rewritten layer with the original, on random inputs in float64 on the CPU, and raise
-            :class:`RewriteCheckError` where they differ. It costs the states of all window positions in float64, a layer at a
-            time, and looks at no tensor of the model. A compile cache hit was checked when it was made.
+        convolutions: put the operators in the place of short convolutions and their histories' updates, too. None: where the
+            pools are on CUDA; on the CPU the compiler's own code is faster.
+        check: compare every rewritten layer and convolution with the original, on random inputs in float64 on the CPU, and
+            raise :class:`RewriteCheckError` where they differ. It costs the states of all window positions in float64, a layer
+            at a time, and looks at no tensor of the model. A compile cache hit was checked when it was made.
     """
 
-    def __init__(self, then: object = None, *, merge_layers: bool = False, check: bool = False):
+    def __init__(
+        self,
+        then: object = None,
+        *,
+        merge_layers: bool = False,
+        check: bool = False,
+        convolutions: bool | None = None,
+    ):
         self.then = then
+        self.convolutions = convolutions
         self.merge_layers = merge_layers
         self.check = check
         self.reports: list[Report] = []
@@ -45,7 +61,7 @@ class RecoverSSMPass(CustomGraphPass):
         for other in self.others:
             other(graph)
         check_views(graph)
-        report = rewrite(graph, merge_layers=self.merge_layers, check=self.check)
+        report = rewrite(graph, merge_layers=self.merge_layers, check=self.check, convolutions=self.convolutions)
         self.reports.append(report)
 
     @property
@@ -65,11 +81,11 @@ class RecoverSSMPass(CustomGraphPass):
 
     def _hash(self) -> str:
         """Of everything that decides what the pass produces; schemas are not part of Inductor's own key."""
-        digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers} {self.check}".encode())
+        digest = hashlib.sha256(f"{torch.__version__} {self.merge_layers} {self.check} {self.convolutions}".encode())
         # The gate's formulas are traced into graphs, where there is no operator for them.
         for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(ops.__file__).parent / "gates.py"):
             digest.update(path.read_bytes())
-        for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS):
+        for schema in (*ops.SCHEMAS, *layers_ops.SCHEMAS, *conv_ops.SCHEMAS):
             digest.update(schema.encode())
         return digest.hexdigest()
 

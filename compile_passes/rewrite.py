@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch.fx import Graph, Node
 
 from compile_passes.checking.check import checked
+from compile_passes.convolutions.rewrite import rewrite_convolutions
 from compile_passes.matching.find import match
 from compile_passes.matching.reasons import Refused
 from compile_passes.reading.candidates import Candidate, candidates
-from compile_passes.reading.index_notation import dtype, readers, shape, size_hint
+from compile_passes.reading.index_notation import dtype, shape, size_hint
 from compile_passes.replacing.dedupe import dedupe_integers
 from compile_passes.replacing.merge_commits import merge_commits
 from compile_passes.replacing.replace import Replacement
-from compile_passes.replacing.unroll import unroll_scans
+from compile_passes.replacing.unread import drop_unread
+from compile_passes.replacing.unroll import unroll_loops
 from compile_passes.reporting.layer_nodes import nodes_of
-from compile_passes.reporting.log import log_layer
-from compile_passes.reporting.origin import module_name
+from compile_passes.reporting.log import log_convolution, log_layer
+from compile_passes.reporting.origin import module_name, source_line
 from compile_passes.reporting.report import LayerMatch, Report
 
 Around = Callable[[Replacement], AbstractContextManager]
 
 
-def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, around: Around = nullcontext) -> Report:
+def rewrite(
+    graph: Graph,
+    *,
+    merge_layers: bool = False,
+    check: bool = False,
+    convolutions: bool | None = None,
+    around: Around = nullcontext,
+) -> Report:
     """Replace per-position states by record and commit in a functional ATen graph, in place.
 
     Args:
@@ -34,13 +42,16 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
             Nodes carry fake values in ``meta["val"]``.
         merge_layers: commit all layers that are alike in one launch (``merge_commits.py``).
         check: compare every rewritten layer with the original on random inputs in float64 (``check.py``).
+        convolutions: replace short convolutions and their histories' updates too; None: those whose pools are on CUDA.
         around: ``around(replacement)`` is a context in which that layer is edited.
 
     Returns:
         The report; layers that are not understood completely are left as they were.
     """
     report = Report()
-    scans = unroll_scans(graph)
+    if convolutions is not False:
+        report.convolutions += rewrite_convolutions(graph, cuda_only=convolutions is None, check=check)
+    loops = unroll_loops(graph)
     for candidate in candidates(graph):
         try:
             # Everything about a window is read and checked before anything is edited. The next window is read afterwards:
@@ -48,7 +59,8 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
             window = match(candidate)
             replacement = None if window is None else Replacement(window)
         except Refused as refusal:
-            report.layers.append(_refused(candidate, refusal))
+            if not candidate.stored or refusal.reason == "stored_per_position":
+                report.layers.append(_refused(candidate, refusal))
             continue
         if replacement is None:
             continue
@@ -57,11 +69,13 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
             replacement.apply(graph)
         _drop_unread(graph, replacement)
         report.layers.append(layer)
-    for scan in scans:
-        scan.settle()
+    for loop in loops:
+        loop.settle()
     for layer in report.layers:
         log_layer(layer)
-    if report.matched:
+    for convolution in report.convolutions:
+        log_convolution(convolution)
+    if report.matched or report.convolutions_replaced:
         dedupe_integers(graph)
         if merge_layers:
             merge_commits(graph)
@@ -72,16 +86,7 @@ def rewrite(graph: Graph, *, merge_layers: bool = False, check: bool = False, ar
 def _drop_unread(graph: Graph, replacement: Replacement) -> None:
     """What only the window read, and with it the assertions about values that nothing else reads."""
     window = replacement.window
-    todo = [window.anchor, window.selection.node, *replacement.replaced]
-    while todo:
-        node = todo.pop()
-        if node._erased or node.op != "call_function" or node.is_impure() or readers(node):
-            continue
-        for assertion in list(node.users):
-            graph.erase_node(assertion)
-        sources = node.all_input_nodes
-        graph.erase_node(node)
-        todo += sources
+    drop_unread(graph, [window.anchor, window.selection.node, *replacement.replaced])
     if not all(state.node._erased for state in window.states):
         raise AssertionError(f"states are still used after the rewrite: {window.anchor.name}")
 
@@ -109,12 +114,3 @@ def _refused(candidate: Candidate, refusal: Refused) -> LayerMatch:
 
 def _bytes(node: Node) -> int:
     return math.prod(map(size_hint, shape(node))) * dtype(node).itemsize
-
-
-def source_line(node: Node) -> str:
-    """``file:line: text`` of the innermost frame that the graph remembers, else the node's name."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return node.name
-    path, line, text = frames[-1]
-    return f"{path.rsplit('/', 1)[-1]}:{line}: {text.strip()}"

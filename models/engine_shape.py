@@ -22,7 +22,8 @@ from models.speculation import SpeculativeStep
 class EngineShape:
     """``max_length`` is of a prompt, its continuation and one window; ``block_size`` None means no prefix cache.
 
-    ``cache_budget`` is in bytes. ``dtype`` is that of the model, its convolution state, keys and values.
+    ``cache_budget`` is in bytes. ``dtype`` is that of the model, its convolution state, keys and values. ``most_buckets``
+    bounds the batch sizes that steps are padded to: each of them is compiled and captured.
     """
 
     max_running: int
@@ -32,10 +33,11 @@ class EngineShape:
     cache_budget: int = 0
     dtype: torch.dtype = torch.float32
     recurrent_dtype: torch.dtype = torch.float32
+    most_buckets: int = 8
 
     @property
     def buckets(self) -> list[int]:
-        return batch_buckets(self.max_running)
+        return batch_buckets(self.max_running, self.most_buckets)
 
     def planned_bytes(self, config: KDAConfig) -> dict[str, int]:
         """What :attr:`models.engine.Engine.allocated_bytes` will be."""

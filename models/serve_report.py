@@ -66,7 +66,7 @@ def summary(engine: Engine, planned: dict[str, int], requests: list[Request], se
     rows |= {
         "preemptions": f"{s.copied_out:,} copied out, {s.dropped:,} computed again",
         "requests at once": f"{s.peak_running:,} of {engine.max_running:,}",
-        "slots leaked": f"{engine.slots.in_use}",
+        "slots leaked" if all(request.finished for request in requests) else "slots in use": f"{engine.slots.in_use}",
         "memory planned": f"{kib(total)} ({', '.join(f'{name} {kib(size)}' for name, size in planned.items())})",
         "memory allocated": kib(allocated) + (" (as planned)" if planned == engine.allocated_bytes else ""),
     }

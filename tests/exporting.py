@@ -46,11 +46,14 @@ class Operators(nn.Module):
         return o, rs.kda_recover(pool[slots], record, num_accepted)
 
 
-def export_small(step: nn.Module, *, dynamic: bool = False, device: str = "cpu", **options) -> ExportedStep:
+def export_small(
+    step: nn.Module, *, dynamic: bool = False, device: str = "cpu", most: int = SLOTS, **options
+) -> ExportedStep:
+    """For batches of 3, or where dynamic of 2 to ``most``."""
     shapes = None
     inputs = example_inputs(3, T - 1, 256, device)
     if dynamic:
-        batch = torch.export.Dim("batch", min=2, max=SLOTS)
+        batch = torch.export.Dim("batch", min=2, max=most)
         shapes = tuple({0: batch} for _ in inputs)
     return export_step(step, inputs, dynamic_shapes=shapes, **options)
 

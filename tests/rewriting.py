@@ -33,7 +33,7 @@ class Rewriting:
 
     @property
     def report(self) -> Report:
-        return Report([layer for report in self.reports for layer in report.layers])
+        return Report.joined(self.reports)
 
     @property
     def graph(self) -> Graph:

@@ -1,6 +1,11 @@
 """The kernel benchmark on the CPU, with shapes as small as they come: it runs, counts its bytes and sees errors."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -75,6 +80,37 @@ def test_a_provider_that_fails_is_said_to(tmp_path, monkeypatch, capsys):
     assert kernels.main([*TINY, "--window", "2", "--providers", "recoverssm", "portable"]) == 1
     shown = capsys.readouterr().out
     assert "recoverssm: failed: RuntimeError: no such kernel" in shown and "│ portable" in shown
+
+
+def test_a_run_that_is_stopped_shows_and_keeps_what_it_has(tmp_path, monkeypatch, capsys):
+    path, measure = tmp_path / "kernels.json", kernels.measure
+
+    def stopped(shape, *rest):
+        if shape.window == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(shape, *rest)
+
+    monkeypatch.setattr(kernels, "measure", stopped)
+    options = ["--window", "2", "3", "4", "--op", "verify", "--providers", "recoverssm", "--json", str(path)]
+    assert kernels.main([*TINY, *options]) == 130
+    assert [row["window"] for row in json.loads(path.read_text())["rows"]] == [2]
+    shown = capsys.readouterr().out
+    assert "T 2, D 8" in shown and "s, interrupted" in shown
+
+
+def test_processes_that_compile_end_with_the_run(tmp_path, monkeypatch):
+    """They are real ones, which would go on for a minute; the run is stopped while it waits for them."""
+    started, popen = [], subprocess.Popen
+
+    def start(command, **options):
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        if len(started) == 2:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert kernels.main([*TINY, "--jobs", "2"]) == 130
+    assert [process.wait(30) for process in started] == [-signal.SIGTERM] * 2
 
 
 def test_absent_peers_are_named_with_what_to_do(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """``python -m benchmarks.conv`` and ``benchmarks.commit_layers``: tiny runs, their figures, and that they measure equals."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -86,6 +88,24 @@ def test_commits_that_differ_are_refused(kind):
     step.together = spoiled
     with pytest.raises(RuntimeError, match="layer 1: one call for all layers should write what the loop writes"):
         commit_layers.check_equal(step)
+
+
+@pytest.mark.parametrize(("module", "options", "digits"), [(conv, CONV, 2), (commit_layers, LAYERS, 1)])
+def test_a_run_that_is_stopped_shows_and_keeps_what_it_has(module, options, digits, tmp_path, monkeypatch, capsys):
+    measure, calls = module.measure, []
+
+    def stopped(*size):
+        calls.append(size)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*size)
+
+    monkeypatch.setattr(module, "measure", stopped)
+    path = tmp_path / "figures.json"
+    assert module.main([*options, "--json", str(path)]) == 130
+    (one, other) = json.loads(path.read_text())["figures"]
+    assert one["batch"] == other["batch"] == 1 and one["way"] != other["way"]
+    assert len(calls) == 2 and f"({one['quartiles_us'][0]:.{digits}f} .. " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

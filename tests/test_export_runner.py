@@ -83,6 +83,23 @@ def test_text_equals_the_python_loop(runner, package, length, tmp_path):
     assert steps < TOKENS  # drafts were accepted
 
 
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_text_equals_the_python_loop_on_cuda(runner, tmp_path):
+    """The package holds the Triton kernels; the loop in Python runs the model as it is written."""
+    model = load_model(device="cuda")
+    package = export_for_runner(model, tmp_path, num_drafts=DRAFTS, max_length=MAX_LENGTH)
+    for length in (256, 8):
+        prompts = held_out_prompts(1, length)
+        step = SpeculativeStep(model, Pools(model.config, 1, MAX_LENGTH, device="cuda"))
+        expected = decode(step, step.pools, prompts, num_tokens=TOKENS, num_drafts=DRAFTS)
+        (tmp_path / "prompt.txt").write_bytes(prompts[0])
+        done = run(runner, package, tmp_path / "prompt.txt", TOKENS)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == expected.continuations[0] and len(done.stdout) == TOKENS
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_said(runner, package, tmp_path):
     prompt = tmp_path / "prompt.txt"

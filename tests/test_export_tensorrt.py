@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Operators, export_small, small_step
+from exporting import Operators, export_small, named_inputs, pools_of, run_program, small_step, step_inputs
 from test_export_step import function_inputs
 from test_ops_export import fresh_process
 
@@ -30,18 +30,19 @@ logging.disable(logging.WARNING)
 from exporting import export_small, named_inputs, pools_of, run_program, small_step, step_inputs
 import recoverssm_ops.tensorrt
 
-exported = export_small(small_step(), functional=True, portable=True)
-values = named_inputs(exported, step_inputs()) | pools_of(small_step())
-halves = run_program(exported, "verify", values)
-values |= halves | {{"num_accepted": halves["result_1"]}}
 found = {{}}
-for name in ("step", "verify", "commit"):
-    program = getattr(exported, name)
-    inputs = [values[port["name"]] for port in exported.manifest.programs[name]["inputs"]]
-    partitioned = recoverssm_ops.tensorrt.compile(program, inputs, dryrun=True)
-    for x, y in zip(partitioned(*inputs), program.module()(*inputs), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    found[name] = [part for part, _ in partitioned.named_children()]
+for dynamic in (False, True):
+    exported = export_small(small_step(), functional=True, portable=True, dynamic=dynamic)
+    values = named_inputs(exported, step_inputs()) | pools_of(small_step())
+    halves = run_program(exported, "verify", values)
+    values |= halves | {{"num_accepted": halves["result_1"]}}
+    for name in ("step", "verify", "commit"):
+        program = getattr(exported, name)
+        inputs = [values[port["name"]] for port in exported.manifest.programs[name]["inputs"]]
+        partitioned = recoverssm_ops.tensorrt.compile(program, inputs, dryrun=True)
+        for x, y in zip(partitioned(*inputs), program.module()(*inputs), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        found[f"{{name}} {{dynamic}}"] = [part for part, _ in partitioned.named_children()]
 print("partitions", json.dumps(found))
 """
 
@@ -53,7 +54,7 @@ def test_every_program_is_one_engine():
     lines = [line for line in result.stdout.splitlines() if line.startswith("partitions ")]
     assert lines, result.stdout + result.stderr
     assert json.loads(lines[0].removeprefix("partitions ")) == {
-        name: ["_run_on_acc_0"] for name in ("step", "verify", "commit")
+        f"{name} {dynamic}": ["_run_on_acc_0"] for dynamic in (False, True) for name in ("step", "verify", "commit")
     }
 
 
@@ -79,21 +80,58 @@ def test_nothing_is_imported_before_it_is_asked_for():
     assert fresh_process(code).stdout.strip() == "[]"
 
 
+def test_attention_of_a_cuda_export():
+    """Such a program holds the attention kernel by name, which only runs there: its replacement alone."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8, generator=generator) for n in (4, 7, 7))
+    bias = torch.where(torch.rand(2, 1, 4, 7, generator=generator) < 0.3, -torch.inf, 0.0)
+    bias[..., 0] = 0
+    for options in ({}, {"scale": 0.3}):
+        o, *rest = recoverssm_ops.tensorrt._efficient(q, k, v, bias, False, **options)
+        assert rest == [None] * 3
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, **options)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+    o = recoverssm_ops.tensorrt._efficient(k, k, v, None, False, 0.0, True)[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(k, k, v, is_causal=True)
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gather_of_dynamic_sizes():
+    class Gather(torch.nn.Module):
+        def forward(self, x, index):
+            return x.gather(1, index), x.gather(-1, index)
+
+    batch = torch.export.Dim("batch", min=2, max=8)
+    given = torch.randn(3, 5, 5), torch.randint(5, (3, 5, 5))
+    shapes = ({0: batch}, {0: batch})
+    lowered = recoverssm_ops.tensorrt.lower(torch.export.export(Gather(), given, dynamic_shapes=shapes))
+    assert "gather" not in str(lowered.graph)
+    for size in (3, 6):
+        given = torch.randn(size, 5, 5), torch.randint(5, (size, 5, 5))
+        for x, y in zip(lowered.module()(*given), Gather()(*given), strict=True):
+            assert torch.equal(x, y)
+
+
 @needs_torch_tensorrt
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ["verify", "commit"])
-def test_engine_equals_the_program(name):
-    """On a GPU the engine runs; its arithmetic is float32 (tf32 is off), in another order."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    from exporting import named_inputs, pools_of, run_program, step_inputs
-
-    exported = export_small(small_step().cuda(), functional=True, portable=True, device="cuda")
-    values = named_inputs(exported, step_inputs()) | pools_of(small_step())
-    values = {key: value.cuda() for key, value in values.items()}
-    halves = run_program(exported, "verify", values)
-    values |= halves | {"num_accepted": halves["result_1"]}
-    inputs = [values[port["name"]].contiguous() for port in exported.manifest.programs[name]["inputs"]]
-    engine = recoverssm_ops.tensorrt.compile(getattr(exported, name), inputs)
-    for x, y in zip(engine(*inputs), getattr(exported, name).module()(*inputs), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ["verify", "commit", "step"])
+def test_engine_equals_the_program(name, dynamic):
+    """Built and run; its arithmetic is float32 (tf32 is off), in another order. Twice the sizes from one profile."""
+    exported = export_small(small_step().cuda(), functional=True, portable=True, dynamic=dynamic, device="cuda")
+    program, ports = getattr(exported, name), exported.manifest.programs[name]
+    engine = None
+    for batch in (3, 7) if dynamic else (3,):
+        given = tuple(x.cuda() for x in step_inputs(batch, seed=batch))
+        values = named_inputs(exported, given) | {key: x.cuda() for key, x in pools_of(small_step()).items()}
+        halves = run_program(exported, "verify", values)
+        values |= halves | {"num_accepted": halves["result_1"]}
+        inputs = [values[port["name"]].contiguous() for port in ports["inputs"]]
+        if engine is None:
+            engine = recoverssm_ops.tensorrt.compile(program, inputs)
+            (part,) = (part for part, _ in engine.named_children())
+            assert "_run_on_acc" in part
+        for port, x, y in zip(ports["outputs"], engine(*inputs), program.module()(*inputs), strict=True):
+            assert x.dtype == y.dtype, port
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4, msg=lambda m, p=port: f"{p['name']}: {m}")

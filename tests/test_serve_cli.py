@@ -2,17 +2,20 @@
 
 import argparse
 import dataclasses
+import os
+import signal
 
 import pytest
 import torch
 from rich.console import Console
 
-from models import serve
+from models import progress, serve
 from models.captured_step import CapturedStep
 from models.config import KDAConfig
 from models.engine import Engine
 from models.model import KDAForCausalLM
 from models.persistence import save_model
+from models.serve_options import BACKENDS, GRAPHS
 from models.slots import SlotAllocator
 
 TINY = KDAConfig(
@@ -81,6 +84,62 @@ def test_soak(weights):
     assert cell(other, "rows") != cell(shown, "rows")
 
 
+def stop_at(monkeypatch, owner, name, call):
+    """SIGTERM, as a time limit sends it, when a function is called for the n-th time."""
+    function, calls = getattr(owner, name), []
+
+    def stopped(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, stopped)
+
+
+def test_a_soak_that_is_stopped_compares_what_has_finished(weights, monkeypatch):
+    stop_at(monkeypatch, Engine, "step", 18)
+    status, shown = serve_(SOAK, weights)
+    assert status == 130
+    compared, _, requests = cell(shown, "texts compared").split()
+    assert 0 < int(compared) < 25 and requests == "25"
+    assert cell(shown, "requests finished") == compared
+    assert f"All {compared} compared texts are those of solo decoding." in shown
+    assert f"Stopped: {25 - int(compared)} texts were not compared." in shown
+    # Requests that still run hold their slots by right.
+    assert "leaked" not in shown and int(cell(shown, "slots in use")) > 0
+
+
+def test_a_comparison_that_is_stopped_says_how_far_it_came(weights, monkeypatch):
+    stop_at(monkeypatch, serve.SoloTexts, "expected", 4)
+    status, shown = serve_(SOAK, weights)
+    assert status == 130 and cell(shown, "requests finished") == "25"
+    assert cell(shown, "texts compared") == "3 of 25" and "Stopped: 22 texts were not compared." in shown
+
+
+def test_a_soak_that_is_stopped_while_it_warms_up(weights, monkeypatch):
+    stop_at(monkeypatch, Engine, "warm_up", 1)
+    status, shown = serve_(SOAK, weights)
+    assert status == 130 and "stopped before the first step" in shown and "texts" not in shown
+
+
+def test_where_there_is_no_terminal_progress_is_lines(weights, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
+    assert "serving: " not in serve_(SOAK, weights)[1]
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    shown = serve_(SOAK, weights)[1]
+    assert "comparing with solo decoding: 7 of 25\n" in shown and "decoding alone: 25 of 25" in shown
+    assert "serving: 25 of 25, 0 running, 0 waiting, " in shown
+
+
+def test_of_many_errors_the_first_are_shown(weights, monkeypatch):
+    monkeypatch.setattr(serve, "difference", lambda request, expected, index, model: f"request {index} differs")
+    monkeypatch.setattr(serve.SoloTexts, "expected", lambda self, request: b"")
+    status, shown = serve_(SOAK, weights)
+    assert status == 1 and "request 9 differs" in shown and "request 10 differs" not in shown
+    assert "15 more texts leave solo decoding" in shown
+
+
 def test_another_text_is_an_error_and_is_located(weights, monkeypatch):
     read = Engine._read
 
@@ -126,6 +185,7 @@ BAD_OPTIONS = {
     "no-requests": (["--requests", "0"], "--requests should be at least 1, got 0"),
     "no-soak": (["--soak", "0"], "--soak should be at least 1, got 0"),
     "no-slots": (["--slots", "0"], "--slots should be at least 1, got 0"),
+    "no-batch-sizes": (["--batch-sizes", "0"], "--batch-sizes should be at least 1, got 0"),
     "no-tokens": (["--tokens", "0"], "--tokens should be at least 1, got 0"),
     "no-prompt": (["--prompt-length", "0"], "--prompt-length should be at least 1, got 0"),
     "no-block": (["--block-size", "0"], "--block-size should be at least 1, got 0"),
@@ -220,14 +280,16 @@ def test_a_graph_that_inductor_skips_is_an_error(graphs):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     ("backend", "graphs"),
-    [(b, g) for b in serve.BACKENDS for g in serve.GRAPHS if (b, g) != ("eager", "inductor")],
+    [(b, g) for b in BACKENDS for g in GRAPHS if (b, g) != ("eager", "inductor")],
 )
 def test_soak_on_a_gpu(backend, graphs, weights):
+    """Short windows and two batch sizes: compilation, nearly all of the time here, grows with both."""
     torch.compiler.reset()
-    status, shown = serve_([*SOAK, "--device", "cuda", "--backend", backend, "--graphs", graphs], weights)
-    assert status == 0
+    options = [*SOAK, "--drafts", "2", "--batch-sizes", "2", "--device", "cuda", "--backend", backend]
+    status, shown = serve_([*options, "--graphs", graphs], weights)
+    assert status == 0, shown
     assert "All 25 compared texts are those of solo decoding." in shown
-    assert ("CUDA graphs │" in shown) == (graphs == "manual")
+    assert ("beside the planned memory" in shown) == (graphs == "manual")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -1,11 +1,10 @@
-"""The engine over a compiled step, untouched and rewritten by the pass."""
+"""The engine over a step that the pass has rewritten; on a GPU, where steps are captured: ``test_serve_graphs.py``."""
 
 import random
 
 import pytest
 import torch
 from serving import DRAFTS, VOCAB, Oracle, assert_solo, model_on, poison, shape, solo_on, tokens
-from torch._inductor import config
 
 import compile_passes
 from models.decode import example_inputs
@@ -52,20 +51,3 @@ def test_the_rewritten_step_serves_the_solo_texts():
         report = compile_passes.explain(engine.step_module, *example_inputs(4, DRAFTS, VOCAB, "cpu"))
     assert (report.matched, report.refused) == (3, 0)
     serve_random(engine, "cpu")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("backend", ["inductor", "recoverssm"])
-def test_one_captured_graph_per_batch_size_serves_the_solo_texts(backend):
-    """Any acceptance, any mix of rows, any padding, changed slots: the same two graphs are replayed."""
-    torch.compiler.reset()
-    options = {"triton.cudagraphs": True}
-    # A skipped graph is an error.
-    with config.patch({"triton.cudagraph_or_error": True}):
-        engine = build(
-            "cuda",
-            lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False, options=options),
-            [2, 4],
-        )
-        serve_random(engine, "cuda")

@@ -21,6 +21,7 @@ SHAPES = {
     "bfloat16-state": (ODD, EngineShape(1, 7, 40, 16, 123_456, torch.bfloat16, torch.bfloat16)),
     "float16": (ODD, EngineShape(9, 2, 17, 1, 50_000, torch.float16, torch.float32)),
     "no-cache": (ODD, EngineShape(5, 3, 20)),
+    "two-batch-sizes": (ODD, EngineShape(9, 3, 20, most_buckets=2)),
     "no-attention": (dataclasses.replace(ODD, full_attn_period=0), EngineShape(2, 3, 20, 4, 40_000)),
     "attention-only": (dataclasses.replace(ODD, full_attn_period=1), EngineShape(2, 3, 20, 4, 40_000)),
 }

@@ -8,8 +8,9 @@ tensors are never read, and no random state but a generator of this file's own i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,18 +38,59 @@ class TooFewSlots(ValueError):
     """Rows would share slots, and which of them is written last is left open."""
 
 
+@dataclass
+class Original:
+    """What is replaced, cut out of the graph, and a value for everything that it and what replaces it read.
+
+    ``counts`` are its integers beside slots: ``length`` numbers from one of ``lows`` on, the first of them that it takes.
+    """
+
+    piece: Piece
+    values: dict[Node, object]
+    counts: list[Node]
+    length: int
+    pool: Node | None
+    lows: tuple[int, ...] = (0, 1)
+
+    def run(self) -> tuple[Tensor, ...] | Exception:
+        """The exits; an exception if it runs with none of the numbers."""
+        error: Exception | None = None
+        generator = torch.Generator().manual_seed(SEED)
+        for low in self.lows:
+            for node in self.counts:
+                drawn = torch.randint(low, low + self.length, self.values[node].shape, generator=generator)
+                # Both ends occur, so that the wrong choice is an index outside.
+                drawn.view(-1)[:1] = low
+                drawn.view(-1)[low != 1 :][-1:] = low + self.length - 1
+                self.values[node] = drawn.to(self.values[node].dtype)
+            try:
+                return self.piece.run(self.values, self.pool)
+            except Exception as raised:
+                error = raised
+        return error
+
+
 @contextmanager
 def checked(graph: Graph, replacement: Replacement, layer: LayerMatch) -> Iterator[None]:
     """Around ``replacement.apply(graph)``. Raises :class:`RewriteCheckError` if the edit changed what is computed."""
     name = " at ".join(x for x in (layer.module, layer.source) if x)
-    exits = _exits(replacement)
+    with compared(graph, name, _exits(replacement), lambda exits: _before(replacement, exits)):
+        yield
+
+
+@contextmanager
+def compared(
+    graph: Graph, name: str, exits: dict[str, Node], cut_out: Callable[[list[Node]], Original]
+) -> Iterator[None]:
+    """Around an edit that replaces ``exits``, all that the rest of the model reads of what ``cut_out`` returns for them."""
     try:
         with _disable_current_modes():  # the compiler's fake tensors would take over the random ones
-            before, values, counts = _before(replacement, list(exits.values()))
+            original = cut_out(list(exits.values()))
     except TooFewSlots as error:
         log.warning("could not check the rewrite of %s: %s", name, error)
         yield
         return
+    values = original.values
     metadata = [node.meta["val"] for node in exits.values()]
     (end,) = graph.find_nodes(op="output")
     with graph.inserting_before(end):
@@ -62,12 +104,12 @@ def checked(graph: Graph, replacement: Replacement, layer: LayerMatch) -> Iterat
         if old.dtype != new.dtype or list(map(size, old.shape)) != list(map(size, new.shape)):
             raise RewriteCheckError(_message(name, f"{what} became {new.dtype} {tuple(new.shape)}"))
     with _disable_current_modes():
-        expected = _expected(before, values, counts, replacement)
+        expected = original.run()
         if isinstance(expected, Exception):
             # Not the rewrite's fault: an operator without a CPU kernel, or an index that no random number hits.
             log.warning("could not check the rewrite of %s, the original does not run by itself: %s", name, expected)
             return
-        values |= {node: _random(node, torch.Generator()) for node in after.inputs if node not in values}  # sizes
+        values |= {node: random_value(node, torch.Generator()) for node in after.inputs if node not in values}  # sizes
         pairs = zip(exits, expected, after.run(values), strict=True)
         differences = {what: d for what, old, new in pairs if not (d := _difference(old, new)) <= TOLERANCE}
     if differences:
@@ -88,24 +130,6 @@ def _message(name: str, differences: str) -> str:
 
 def _difference(old: Tensor, new: Tensor) -> float:
     return ((old - new).norm() / old.norm().clamp_min(1e-30)).item() if old.shape == new.shape else math.inf
-
-
-def _expected(before: Piece, values: dict, counts: list[Node], replacement: Replacement) -> object:
-    """The original's results. Its integers are positions from 0 or counts from 1, whichever of them it takes."""
-    length, error = replacement.window.length, None
-    generator = torch.Generator().manual_seed(SEED)
-    for low in (0, 1):
-        for node in counts:
-            drawn = torch.randint(low, low + length, values[node].shape, generator=generator)
-            # Both ends occur, so that the wrong choice is an index outside.
-            drawn.view(-1)[:1] = low
-            drawn.view(-1)[1 - low :][-1:] = low + length - 1
-            values[node] = drawn.to(values[node].dtype)
-        try:
-            return before.run(values, replacement.pool and replacement.pool.node)
-        except Exception as raised:
-            error = raised
-    return error
 
 
 def _exits(replacement: Replacement) -> dict[str, Node]:
@@ -130,8 +154,7 @@ def _exits(replacement: Replacement) -> dict[str, Node]:
     return exits
 
 
-def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[Node, object], list[Node]]:
-    """The original layer, a value for everything that it and the rewritten one read, and its integers beside slots."""
+def _before(replacement: Replacement, exits: list[Node]) -> Original:
     window, operands, pool = replacement.window, replacement.operands, replacement.pool
     state = pool.node if pool else window.checkpoint.node
     slots = pool.slots if pool else None
@@ -139,14 +162,9 @@ def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[No
     # Integers are computed as the model computes them, from inputs or from what it reads off floats (an argmax).
     chosen = set() if slots is None else _integer_sources([slots.node], leaves)
     leaves |= _integer_sources(exits, leaves)
-    before = Piece(exits, leaves)
-    while around := _computed_from([n for n in before.inputs if n not in leaves], leaves):
-        # The layer reads this input past a leaf, which then is no value of its own.
-        leaves -= around
-        before = Piece(exits, leaves)
-
+    before = cut_off(exits, leaves)
     generator = torch.Generator().manual_seed(SEED)
-    values = {node: _random(node, generator) for node in dict.fromkeys([*before.inputs, *sorted(leaves, key=str)])}
+    values = {node: random_value(node, generator) for node in dict.fromkeys([*before.inputs, *sorted(leaves, key=str)])}
     # Keys of about unit length and decays below one, as models have them: the recurrence does not blow up.
     for node in _read(replacement, "q", "k") & leaves:
         values[node] *= size(window.roles.key.size) ** -0.5
@@ -157,9 +175,20 @@ def _before(replacement: Replacement, exits: list[Node]) -> tuple[Piece, dict[No
     for node in chosen & values.keys():
         by_row = [d for d, index in enumerate(slots.index) if any(x.value is window.roles.batch for x in index)]
         dim = by_row[0] if by_row and node is slots.node else 0
-        values[node] = _distinct(values, before, state, node, dim, node is slots.node, generator)
+        values[node] = distinct_slots(values, before, state, node, dim, node is slots.node, generator)
     kinds = {node: x.dtype for node, x in values.items() if isinstance(x, Tensor) and node not in chosen}
-    return before, values, [node for node, kind in kinds.items() if kind not in (torch.float64, torch.bool)]
+    counts = [node for node, kind in kinds.items() if kind not in (torch.float64, torch.bool)]
+    return Original(before, values, counts, window.length, pool and pool.node)
+
+
+def cut_off(exits: list[Node], leaves: set[Node]) -> Piece:
+    """What computes ``exits`` from ``leaves``, less those that are no values of their own, which are taken out of the set."""
+    piece = Piece(exits, leaves)
+    while around := _computed_from([n for n in piece.inputs if n not in leaves], leaves):
+        # The layer reads this input past a leaf.
+        leaves -= around
+        piece = Piece(exits, leaves)
+    return piece
 
 
 def _read(replacement: Replacement, *names: str) -> set[Node]:
@@ -206,7 +235,7 @@ def size(n: int | torch.SymInt) -> int:
     return int(expression.xreplace(dict.fromkeys(expression.free_symbols, 2)))
 
 
-def _random(node: Node, generator: torch.Generator) -> object:
+def random_value(node: Node, generator: torch.Generator) -> object:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return size(value) if isinstance(value, torch.SymInt) else value
@@ -220,7 +249,7 @@ def _random(node: Node, generator: torch.Generator) -> object:
     return x.copy_(torch.randn(distinct, generator=generator, dtype=torch.float64)).expand(sizes)
 
 
-def _distinct(values: dict, before: Piece, pool: Node, slots: Node, dim: int, direct: bool, generator) -> Tensor:
+def distinct_slots(values: dict, before: Piece, pool: Node, slots: Node, dim: int, direct: bool, generator) -> Tensor:
     """A slot for every row, some counted from the end. Behind arithmetic all that is known is that they are small."""
     old = values[slots]
     rows, whole = old.shape[dim] if old.ndim else 1, size(shape(pool)[0])

@@ -15,12 +15,12 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import recoverssm_ops.conv_ops as conv_ops
 import recoverssm_ops.ops as ops
-from recoverssm_ops import portable
+from recoverssm_ops.decompositions import PORTABLE
 
-PORTABLE = {ops.kda_verify: portable.verify, ops.kda_recover: portable.recover, ops.kda_commit: portable.commit}
+COMMITS = (ops.kda_commit, conv_ops.causal_conv1d_commit)
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.gather.default, torch.ops.aten.index_select.default)
-COMMIT_ARGUMENTS = [a.name for a in ops.kda_commit._schema.arguments if a.name != "state"]
 
 
 class Piece:
@@ -82,10 +82,12 @@ class _Interpreter(Interpreter):
         return super().run_node(n)
 
     def call_function(self, target, args: tuple, kwargs: dict) -> object:
-        if target in (auto_functionalized, auto_functionalized_v2) and args == (ops.kda_commit,):
-            pool = kwargs["state"] if target is auto_functionalized else kwargs["_all_bases"][0]
+        if target in (auto_functionalized, auto_functionalized_v2) and args[0] in COMMITS:
+            (op,) = args
+            name, *others = (a.name for a in op._schema.arguments)  # the pool comes first
+            pool = kwargs[name] if target is auto_functionalized else kwargs["_all_bases"][0]
             pool = pool.clone()
-            portable.commit(pool, *(kwargs[name] for name in COMMIT_ARGUMENTS))
+            PORTABLE[op](pool, *map(kwargs.__getitem__, others))
             return None, pool
         return super().call_function(PORTABLE.get(target, target), args, kwargs)
 

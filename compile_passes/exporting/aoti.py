@@ -18,7 +18,8 @@ def compile_package(exported: ExportedStep, name: str, path: Path, inductor_conf
     """Compile one program of ``exported`` into the package ``path``.
 
     The package's metadata hold what a runner without a JSON parser has to check: ``recoverssm.window``, ``.pools``,
-    ``.torch``, ``.program``, and its ``.inputs``, ``.outputs`` and ``.buffers`` as ``name:dtype:2x8`` with spaces between.
+    ``.torch``, ``.device``, ``.program``, and its ``.inputs``, ``.outputs`` and ``.buffers`` as ``name:dtype:2x8`` with
+    spaces between.
     """
     emitted, manifest = exported.emitted[name], exported.manifest
     if any(node.target in OPERATORS for node in emitted.program.graph.nodes):
@@ -34,6 +35,7 @@ def compile_package(exported: ExportedStep, name: str, path: Path, inductor_conf
         "recoverssm.window": str(manifest.window),
         "recoverssm.pools": manifest.pools if name == "step" else "inputs",
         "recoverssm.torch": torch.__version__,
+        "recoverssm.device": manifest.device,
         **{f"recoverssm.{kind}": " ".join(map(_port, described[kind])) for kind in ("inputs", "outputs", "buffers")},
     }
     # A functional graph would update its pools by copies: the program's own mutations are in place.

@@ -46,13 +46,15 @@ class StepGraph:
         return next((pool for pool in self.pools if pool.node is node), None)
 
 
-def trace_step(module: nn.Module, args: tuple, kwargs: dict | None, dynamic_shapes: object) -> StepGraph:
+def trace_step(
+    module: nn.Module, args: tuple, kwargs: dict | None, dynamic_shapes: object, convolutions: bool | None = None
+) -> StepGraph:
     """Export the module, make its graph functional and rewrite it."""
     with torch.no_grad():
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         program = program.run_decompositions()
     names = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    report = rewrite(program.graph)
+    report = rewrite(program.graph, convolutions=convolutions)
     return _with_roles(program, names, report)
 
 

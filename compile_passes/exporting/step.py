@@ -148,8 +148,11 @@ def export_step(
     """
     if portable and triton:
         raise ValueError("portable and triton should not both be True: they are two forms of the operators")
-    traced = trace_step(as_module(step), args, kwargs, dynamic_shapes)
-    if not (traced.report.matched or allow_unrewritten or _calls_operators(traced)):
+    # In plain ATen the model's own convolution is as good, and a runtime may have a kernel for it.
+    traced = trace_step(as_module(step), args, kwargs, dynamic_shapes, convolutions=False if portable else None)
+    # A convolution is replaced by two calls; only the layers and the step's own calls count as rewritten.
+    own_calls = _operator_calls(traced) > 2 * traced.report.convolutions_replaced
+    if not (traced.report.matched or allow_unrewritten or own_calls):
         raise NotRewrittenError(traced.report)
     writes, copied = find_writes(traced)
     form = "triton" if triton else "portable" if portable else "recoverssm"
@@ -174,7 +177,7 @@ def export_step(
     manifest = Manifest(
         window=windows.pop() if len(windows) == 1 else None,
         pools=pools if functional or any(pool.buffer for pool in traced.pools) else "inputs",
-        operators=form if _calls_operators(traced) else "portable",
+        operators=form if _operator_calls(traced) else "portable",
         device=str(next((p.device.type for p in emitted["step"].inputs), "cpu")),
         layers=layers,
         dims=_dims(emitted.values()),
@@ -201,8 +204,8 @@ def _results(traced: StepGraph, accepted: Node | None) -> dict[str, tuple[str, N
     }
 
 
-def _calls_operators(traced: StepGraph) -> bool:
-    return any(
+def _operator_calls(traced: StepGraph) -> int:
+    return sum(
         node.target in OPERATORS or (node.args and node.args[0] in OPERATORS)
         for node in traced.graph.nodes
         if node.op == "call_function"

@@ -15,8 +15,8 @@ REASONS = {
     "rounded_between_steps": "the state is rounded to a lower precision between steps; keep it float32 inside the window",
     "selection_not_per_row": "the selected position varies with more than the row; select one position a row",
     "state_escapes": "a per-position state is used outside the recurrence; drop that use",
-    "stored_per_position": "the state after every position is stored for the next step to choose from; choose in this graph, "
-    "or keep records between steps (recoverssm_ops.kda_verify, then kda_commit)",
+    "stored_per_position": "the state after every position is stored for the next step to choose from; wrap the step in "
+    "compile_passes.slot_step if nobody else reads those slots, or choose in this graph",
     "unsupported_dtype": "the recurrence is not computed in float32; cast its inputs with .float()",
     "unsupported_layout": "the state is not [batch, heads, V, K] or a permutation of it",
     "window_too_long": "the window has more than 16 tokens",

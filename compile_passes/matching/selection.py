@@ -132,6 +132,8 @@ WEIGHING = (aten.mul.Tensor, aten.bmm.default, aten.mm.default, aten.sum.dim_Int
 
 def find_selection(candidate: Candidate, states: list[Element], checkpoint: Element) -> tuple[Selection, set[Node]]:
     """The one place where a state is chosen, and the nodes between the states and it."""
+    if candidate.stored:
+        raise Refused("stored_per_position", candidate.anchor)
     chooser = Chooser(candidate, states, checkpoint)
     found: dict[Node, Selection] = {}
     # What a reader is given: the join itself, a sum over it, or a state that was chosen.

@@ -23,7 +23,8 @@ LONGEST = 64  # parts: beyond any window, and a bound on the work that an unrela
 class Candidate:
     """``states`` at common axes, in the order they were computed; ``join`` is the tensor that holds them, if one does.
 
-    ``names`` are the axes by the dimension of ``join``; ``dtype`` is what the states are rounded to in it.
+    ``names`` are the axes by the dimension of ``join``; ``dtype`` is what the states are rounded to in it. ``stored`` are
+    written to one pool: no window unless every step is one, since other caches are written in turn, too.
     """
 
     anchor: Node
@@ -31,6 +32,7 @@ class Candidate:
     dtype: torch.dtype
     join: Join | None = None
     names: dict[int, Axis] = field(default_factory=dict)
+    stored: bool = False
 
 
 def candidates(graph: Graph) -> list[Candidate]:
@@ -39,7 +41,7 @@ def candidates(graph: Graph) -> list[Candidate]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        candidate = _choice(node) if node.target is aten.where.self else _joined(node)
+        candidate = _READERS.get(node.target, _joined)(node)
         if candidate is not None and _is_chain(candidate.states) and not _is_history(candidate.states):
             # ``cat([S0, stack(states)])``: the inner one is a part of the outer one.
             held = {s.node for s in candidate.states}
@@ -76,6 +78,20 @@ def _choice(node: Node) -> Candidate | None:
     return Candidate(node, sorted(states, key=lambda e: e.node), dtype(node)) if len(states) > 1 else None
 
 
+def _stored(node: Node) -> Candidate | None:
+    """States that are written to one pool, one after the other."""
+    if any(user.target is node.target and user.args[0] is node for user in node.users):
+        return None
+    values, put = [], node
+    while put.target is aten.index_put.default and len(put.args[1]) == 1 and len(values) <= LONGEST:
+        values.insert(0, put.args[2])
+        put = put.args[0]
+    if len(values) < 2 or any("val" not in v.meta or shape(v) != shape(node.args[2]) for v in values):
+        return None
+    index = element_of(values[-1])[0].index
+    return Candidate(node, [_computed(Element(v, index)) for v in values], dtype(values[-1]), stored=True)
+
+
 def _leaves(element: Element) -> list[Element] | None:
     """What a chain of choices chooses from; None where a condition varies with more than one axis."""
     element = strip(element)
@@ -107,6 +123,12 @@ def _computed(element: Element) -> Element:
     return strip(cast_source(element)) if element.node.target in CASTS else element
 
 
+def chain(parts: list[Element]) -> list[Element] | None:
+    """What the parts were computed as, if each was computed from the one before."""
+    states = [_computed(part) for part in parts]
+    return states if _is_chain(states) else None
+
+
 def _is_chain(states: list[Element]) -> bool:
     nodes = [s.node for s in states]
     if len(set(nodes)) != len(nodes) or not all(dtype(n).is_floating_point for n in nodes):
@@ -135,3 +157,6 @@ def _reaches(node: Node, ancestor: Node) -> bool:
                 seen.add(source)
                 todo.append(source)
     return False
+
+
+_READERS = {aten.where.self: _choice, aten.index_put.default: _stored}

@@ -178,10 +178,7 @@ class Replacement:
                 "use_gate_in_kernel": operands.use_gate,
                 "pad_slot_id": -1,
             }
-            # The functional form that the host's own mutating operators have at this stage.
-            if config.enable_auto_functionalized_v2:
-                return auto_functionalized_v2(ops.kda_commit, **arguments, _state_base_index=0, _all_bases=[pool])[1]
-            return auto_functionalized(ops.kda_commit, state=pool, **arguments)[1]
+            return functional_commit(pool, arguments)
 
         self._put(graph, self.writeback, commit, [*record, *leaves])
 
@@ -210,6 +207,13 @@ class Replacement:
         old.replace_all_uses_with(new)
         settle(graph, new)
         self.replaced.append(old)
+
+
+def functional_commit(pool: Tensor, arguments: dict) -> Tensor:
+    """The pool after a commit, in the functional form that the host's own mutating operators have at this stage."""
+    if config.enable_auto_functionalized_v2:
+        return auto_functionalized_v2(ops.kda_commit, **arguments, _state_base_index=0, _all_bases=[pool])[1]
+    return auto_functionalized(ops.kda_commit, state=pool, **arguments)[1]
 
 
 def _index(axis: Axis | None, size: int | torch.SymInt) -> Index:

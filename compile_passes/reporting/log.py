@@ -10,9 +10,10 @@ import logging
 
 import torch
 
+from compile_passes.convolutions.reasons import CONVOLUTION_REASONS
 from compile_passes.matching.reasons import REASONS
 from compile_passes.reporting.readable import readable
-from compile_passes.reporting.report import LayerMatch, Report
+from compile_passes.reporting.report import ConvolutionMatch, LayerMatch, Report
 
 log = logging.getLogger("compile_passes")
 _said: set[tuple] = set()  # a process warns once about the same thing, like Python's own warnings
@@ -31,6 +32,16 @@ def log_layer(layer: LayerMatch) -> None:
         log.debug("%s: %s", layer.reason, REASONS[layer.reason])
 
 
+def log_convolution(convolution: ConvolutionMatch) -> None:
+    """The same for a short convolution."""
+    name = convolution.module or convolution.node
+    if convolution.matched:
+        log.info("replaced the short convolution of %s: %s", name, convolution.source)
+    else:
+        log.info("left the short convolution of %s alone, %s: %s", name, convolution.reason, convolution.source)
+        log.debug("%s: %s", convolution.reason, CONVOLUTION_REASONS[convolution.reason])
+
+
 def warn_if_nothing_was_rewritten(report: Report) -> None:
     """A pass that was asked for and does nothing says so, once for the same layers.
 
@@ -39,6 +50,8 @@ def warn_if_nothing_was_rewritten(report: Report) -> None:
     """
     if report.matched:
         _said.add(("nothing found",))
+        return
+    if report.convolutions_replaced and not report.layers:
         return
     seen = ("nothing found",) if not report.layers else tuple((x.reason, x.source, x.module) for x in report.layers)
     if seen in _said:

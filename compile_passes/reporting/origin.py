@@ -16,3 +16,12 @@ def module_name(node: Node) -> str:
     path, _ = list(stack.values())[-1]
     path = re.sub(r"^L\['\w+'\]", "", path)
     return re.sub(r"(?:\._modules)?\['?(\w+)'?\]", r".\1", path).strip(".")
+
+
+def source_line(node: Node) -> str:
+    """``file:line: text`` of the innermost frame that the graph remembers, else the node's name."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return node.name
+    path, line, text = frames[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line}: {text.strip()}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from compile_passes.convolutions.reasons import CONVOLUTION_REASONS
 from compile_passes.matching.reasons import REASONS
 from compile_passes.reporting.draw import draw
 from compile_passes.reporting.layer_nodes import LayerNodes
@@ -40,11 +42,41 @@ class LayerMatch:
     nodes: LayerNodes | None = None
 
 
+@dataclass(frozen=True)
+class ConvolutionMatch:
+    """One short convolution over a history from a pool.
+
+    Attributes:
+        matched: whether the operators took its place and its update's.
+        reason: None when matched, else a key of :data:`compile_passes.convolutions.reasons.CONVOLUTION_REASONS`.
+        source: the source line that computes its outputs, or where the difference was seen; else the node's name.
+        node: that graph node.
+        module: the module whose ``forward`` it is in, empty outside of submodules.
+    """
+
+    matched: bool
+    reason: str | None
+    source: str
+    node: str
+    module: str = ""
+
+
 @dataclass
 class Report:
-    """The layers of one or more graphs, in graph order."""
+    """The layers of one or more graphs, in graph order, and the short convolutions in front of them.
+
+    ``matched``, ``refused`` and ``len(layers)`` count layers with per-position states; convolutions have counts of their own.
+    """
 
     layers: list[LayerMatch] = field(default_factory=list)
+    convolutions: list[ConvolutionMatch] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, reports: Iterable[Report]) -> Report:
+        """One report of several graphs."""
+        reports = list(reports)
+        layers, convolutions = ([x for r in reports for x in getattr(r, kind)] for kind in ("layers", "convolutions"))
+        return cls(layers, convolutions)
 
     @property
     def matched(self) -> int:
@@ -54,12 +86,36 @@ class Report:
     def refused(self) -> int:
         return len(self.layers) - self.matched
 
+    @property
+    def convolutions_replaced(self) -> int:
+        return sum(convolution.matched for convolution in self.convolutions)
+
+    @property
+    def convolutions_left(self) -> int:
+        return len(self.convolutions) - self.convolutions_replaced
+
     def __str__(self) -> str:
+        return "\n".join([*self._layer_lines(), *self._convolution_lines()])
+
+    def _convolution_lines(self) -> list[str]:
+        """One line for those that were replaced, one for each that was not."""
+        if not self.convolutions:
+            return []
+        lines = [
+            f"short convolutions: {self.convolutions_replaced} replaced, {self.convolutions_left} left to the compiler"
+        ]
+        for c in self.convolutions:
+            if not c.matched:
+                lines.append(f"  {c.module + ' ' if c.module else ''}left: {c.reason}  {c.source}")
+        reasons = sorted({c.reason for c in self.convolutions if c.reason})
+        return lines + [f"  {reason}: {CONVOLUTION_REASONS[reason]} (docs/pass.md)" for reason in reasons]
+
+    def _layer_lines(self) -> list[str]:
         if not self.layers:
-            return (
+            return [
                 "RecoverSSM: no per-position states found. The pass looks for T >= 2 states of a loop over the window, put "
                 "together by torch.stack or torch.cat and selected by the accepted position."
-            )
+            ]
         rows = [("layer", "module", "result", "states before", "after", "source")]
         for number, layer in enumerate(self.layers):
             result = f"rewritten ({layer.form})" if layer.matched else f"refused: {layer.reason}"
@@ -75,7 +131,7 @@ class Report:
         for reason in sorted({layer.reason for layer in self.layers if layer.reason}):
             lines.append(f"{reason}: {REASONS[reason]} (docs/troubleshooting.md)")
         lines.append(self.total())
-        return "\n".join(lines)
+        return lines
 
     def draw(self, path: str | Path) -> Path:
         """Write a picture of every layer before and after the rewrite, as SVG (``before_after.svg``)."""

@@ -61,7 +61,7 @@ class Joint(nn.Module):
 
     def __init__(self, verify: Callable, commit: Callable, calls: tuple[Call, Call]):
         super().__init__()
-        self.functions, self.calls = (_as_forward(verify), _as_forward(commit)), calls
+        self.functions, self.calls = (as_forward(verify), as_forward(commit)), calls
         owners = [f if isinstance(f, nn.Module) else getattr(f, "__self__", None) for f in (verify, commit)]
         # Registered, so that their parameters and buffers are inputs of the graph rather than constants in it.
         self.owners = nn.ModuleList(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
@@ -94,10 +94,10 @@ class Joint(nn.Module):
         return tuple(flat)
 
 
-def _as_forward(function: Callable) -> Callable:
+def as_forward(function: Callable) -> Callable:
     """The function under a name whose source lines torch.export keeps: it notes those of ``forward`` alone."""
     if isinstance(function, MethodType):
-        return MethodType(_as_forward(function.__func__), function.__self__)
+        return MethodType(as_forward(function.__func__), function.__self__)
     if not isinstance(function, FunctionType):
         return function
     code = function.__code__.replace(co_name="forward")

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import sympy
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -22,6 +21,7 @@ from compile_passes.reporting.log import log
 from compile_passes.reporting.report import Report
 from compile_passes.rewrite import rewrite
 from compile_passes.splitting.cut_graph import Half, cut
+from compile_passes.splitting.inputs import Inputs, number
 from compile_passes.splitting.joint_graph import Call, Traced, outputs_and_states, rebuild, trace
 from compile_passes.splitting.recorded_states import Handover, Record, RecordedStates, Records
 
@@ -73,48 +73,11 @@ class Rewritten:
     boundary: list[Tensor]  # the fake values of the states
     halves: tuple[Half, Half] | None = None
     run: list[Callable] | None = None
-    seen: dict[tuple, dict | None] = field(default_factory=dict)
+    inputs: Inputs = field(init=False)
 
-    def value(self, node: Node, tensors: list[Tensor]) -> Tensor:
-        """What an input of the joint graph is in this call."""
-        kind, place = self.traced.inputs[node]
-        if kind == "state":
-            owner, _, name = place.rpartition(".")
-            return getattr(self.traced.joint.get_submodule(owner), name)
-        return tensors[place] if kind == "tensor" else place
-
-    def fits(self, tensors: list[Tensor]) -> dict | None:
-        """The sizes of the graph's symbols in this call; None if it was traced for other tensors."""
-        key = tuple((x.dtype, x.device, x.shape) for x in tensors)
-        if key not in self.seen:
-            self.seen[key] = self._sizes(tensors)
-        return self.seen[key]
-
-    def _sizes(self, tensors: list[Tensor]) -> dict | None:
-        sizes: dict = {}
-        for node, (kind, place) in self.traced.inputs.items():
-            if kind != "tensor" or place >= len(tensors):
-                continue
-            expected, given = node.meta["val"], tensors[place]
-            if (expected.dtype, expected.device, expected.ndim) != (given.dtype, given.device, given.ndim):
-                return None
-            for n, size in zip(expected.shape, given.shape, strict=True):
-                if n != size if isinstance(n, int) else sizes.setdefault(n.node.expr, size) != size:
-                    return None
-        if not sizes:
-            return sizes
-        symbols = {symbol: size for symbol, size in sizes.items() if symbol.is_symbol}
+    def __post_init__(self):
         environment = self.boundary[0].fake_mode.shape_env
-        limits = {symbol: environment.var_to_range[symbol] for symbol in symbols if symbol in environment.var_to_range}
-        fits = all(limit.lower <= symbols[symbol] <= limit.upper for symbol, limit in limits.items())
-        fits &= all(_holds(sympy.Eq(expression, size), symbols) for expression, size in sizes.items())
-        return symbols if fits and all(_holds(guard.expr, symbols) for guard in environment.guards) else None
-
-
-def _holds(condition, sizes: dict) -> bool:
-    """A condition on sizes that are not known yet (those of the other half) is left to that half."""
-    value = condition.xreplace(sizes)
-    return bool(value) if not value.free_symbols else True
+        self.inputs = Inputs(self.traced.inputs, self.traced.joint, environment)
 
 
 class SplitStep:
@@ -139,7 +102,7 @@ class SplitStep:
         tensors: list[Tensor] = []
         call = Call.of((args, kwargs), tensors)
         for graph in self._graphs:
-            sizes = graph.fits(tensors) if graph.calls[0] == call else None
+            sizes = graph.inputs.fits(tensors) if graph.calls[0] == call else None
             if sizes is not None:
                 break
         else:
@@ -150,7 +113,7 @@ class SplitStep:
         if graph.run is None:
             return self._verify(*args, **kwargs)
         first = graph.halves[0]
-        given = {node: graph.value(node, tensors) for node in first.inputs}
+        given = {node: graph.inputs.value(node, tensors) for node in first.inputs}
         with torch.no_grad():
             returned = graph.run[0](*given.values())
         values = {**given, **dict(zip(first.outputs, returned, strict=True))}
@@ -158,8 +121,8 @@ class SplitStep:
         kept = {*graph.halves[1].inputs, *_nodes(graph.records), *graph.traced.late_reads}
         handover = Handover({n: x for n, x in values.items() if n in kept}, graph, tensors)
         states = [
-            RecordedStates(handover, number, record, like, torch.Size(_number(n, sizes) for n in like.shape))
-            for number, (record, like) in enumerate(zip(graph.records, graph.boundary, strict=True))
+            RecordedStates(handover, place, record, like, torch.Size(number(n, sizes) for n in like.shape))
+            for place, (record, like) in enumerate(zip(graph.records, graph.boundary, strict=True))
         ]
         outputs = rebuild(graph.traced.joint.forms[0], returned)
         return outputs, pytree.tree_unflatten(states, graph.traced.joint.states_spec)
@@ -178,11 +141,13 @@ class SplitStep:
         in_order = [(leaf.handover is handover, leaf.number) for leaf in recorded] == [
             (True, number) for number in range(len(graph.records))
         ]
-        if same_call and in_order and graph.fits(tensors) is not None:
+        if same_call and in_order and graph.inputs.fits(tensors) is not None:
             second = graph.halves[1]
             kept = handover.values
             with torch.no_grad():
-                returned = graph.run[1](*(kept[n] if n in kept else graph.value(n, tensors) for n in second.inputs))
+                returned = graph.run[1](
+                    *(kept[n] if n in kept else graph.inputs.value(n, tensors) for n in second.inputs)
+                )
             result = rebuild(graph.traced.joint.forms[1], returned)
         else:
             # Not the arguments that were traced: the function itself, whose indexing the records understand.
@@ -215,7 +180,8 @@ class SplitStep:
         traced = trace(self._verify, self._commit, calls, tensors, self._dynamic)
         boundary = [node.meta["val"] for node in traced.states]
         watched = Records(traced.states)
-        self.report = rewrite(traced.graph, check=self._check, around=watched)
+        # What crosses between the halves is a record of states; a sequence that crosses, too, would be no such record.
+        self.report = rewrite(traced.graph, check=self._check, convolutions=False, around=watched)
         rewritten = Rewritten(calls, traced, watched.records(), boundary)
         self._graphs.append(rewritten)
         left = [node for node in traced.states if node in set(traced.graph.nodes)]
@@ -236,7 +202,3 @@ class SplitStep:
 
 def _nodes(records: list[Record | None]) -> list[Node]:
     return [node for record in records if record for node in record.nodes]
-
-
-def _number(n: int | torch.SymInt, sizes: dict) -> int:
-    return n if isinstance(n, int) else int(n.node.expr.xreplace(sizes))

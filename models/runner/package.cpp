@@ -49,10 +49,6 @@ void expect(const Port& port, const std::string& name, const std::string& dtype,
   }
 }
 
-at::Tensor one(int64_t value) {
-  return at::full({1}, value, at::kLong);
-}
-
 }  // namespace
 
 SpeculativePackage::SpeculativePackage(const std::string& path)
@@ -71,6 +67,12 @@ SpeculativePackage::SpeculativePackage(const std::string& path)
   }
   if (entry("torch") != TORCH_VERSION && entry("torch").substr(0, entry("torch").find('+')) != TORCH_VERSION) {
     refuse("it was compiled with torch " + entry("torch") + ", the runner with " TORCH_VERSION);
+  }
+  if (entry("device") == "cuda") {
+    if (!at::hasCUDA()) {
+      refuse("it was compiled for CUDA, and there is no CUDA GPU here or this libtorch knows none");
+    }
+    device_ = at::Device(at::kCUDA, 0);
   }
   const auto inputs = parse_ports(entry("inputs"));
   if (inputs.size() != 8 || inputs[0].shape.size() != 2 || inputs[7].shape.size() != 2) {
@@ -91,7 +93,12 @@ SpeculativePackage::SpeculativePackage(const std::string& path)
       max_length_ = buffer.shape[1];
     }
   }
-  constant_inputs_ = {one(0), at::zeros({1}), at::zeros({1, window_}), at::ones({1, vocabulary})};
+  constant_inputs_ = {one(0), at::zeros({1}).to(device_), at::zeros({1, window_}).to(device_),
+                      at::ones({1, vocabulary}).to(device_)};
+}
+
+at::Tensor SpeculativePackage::one(int64_t value) const {
+  return at::full({1}, value, at::kLong).to(device_);
 }
 
 Accepted SpeculativePackage::step(const std::string& row, int64_t drafts, int64_t forced, int64_t position) {
@@ -99,11 +106,11 @@ Accepted SpeculativePackage::step(const std::string& row, int64_t drafts, int64_
   for (int64_t t = 0; t < window_; ++t) {
     window.data_ptr<int64_t>()[t] = static_cast<unsigned char>(row[t]);
   }
-  std::vector<at::Tensor> inputs = {window, one(drafts), one(forced), one(position)};
+  std::vector<at::Tensor> inputs = {window.to(device_), one(drafts), one(forced), one(position)};
   inputs.insert(inputs.end(), constant_inputs_.begin(), constant_inputs_.end());
   const auto outputs = loader_->run(inputs);
   const int64_t count = outputs.at(1).item<int64_t>();
-  const at::Tensor tokens = outputs.at(0).contiguous();
+  const at::Tensor tokens = outputs.at(0).cpu().contiguous();
   Accepted result{std::string(), count};
   for (int64_t t = 0; t < count; ++t) {
     result.tokens.push_back(static_cast<char>(tokens.data_ptr<int64_t>()[t]));

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 struct Accepted {
@@ -25,7 +26,10 @@ class SpeculativePackage {
   int64_t max_length() const { return max_length_; }
 
  private:
+  at::Tensor one(int64_t value) const;  // [1], where the package runs
+
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader_;
+  at::Device device_{at::kCPU};
   int64_t window_ = 0;
   int64_t max_length_ = 0;
   std::vector<at::Tensor> constant_inputs_;  // slots, temperature (greedy) and the noise that greedy decoding ignores

@@ -53,7 +53,7 @@ def decays(
             g + ((n - r) * g_token)[:, None] + kk[None, :], mask=behind[:, None] & (kk < K)[None, :], other=0.0
         )
         first = tl.load(g + kk, mask=kk < K, other=0.0)
-        decay = exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT)
+        decay = exp(log_decay(raw, rate, bias[None, :], LOWER_BOUND, USE_GATE, EXACT), EXACT)
         decay = tl.cumprod(tl.where(behind[:, None], decay, 1.0), 0)
         whole = tl.sum(tl.where((r == TP - 1)[:, None], decay, 0.0), 0)
     whole = tl.where(n == TP, whole * exp(log_decay(first, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), whole)
@@ -80,6 +80,18 @@ def load_state(matrix, vv, kk, stride_v, V: tl.constexpr, K: tl.constexpr, BV: t
         return tl.load(tile)
     else:
         return tl.load(tile, mask=(vv < V)[:, None] & (kk < K)[None, :], other=0.0)
+
+
+@triton.jit
+def advanced(state, whole, corrections, keys, SCALAR_GATE: tl.constexpr, PIECES: tl.constexpr):
+    """``state exp(G_n) + U^T keys`` of one tile, of cut ``corrections [BV, TP]`` and ``keys [TP, BK]``."""
+    state *= whole if SCALAR_GATE else whole[None, :]
+    if PIECES == 0:
+        # The matrix unit truncates as it accumulates, which a float32 pool would show.
+        state += thin_product(corrections, keys, tl.zeros(state.shape, dtype=tl.float32))
+    else:
+        state = thin_product(corrections, keys, state)
+    return state
 
 
 @triton.jit
@@ -139,12 +151,7 @@ def commit_program(
                 corrections = tl.load(u + ((n - 1 - r) * u_token)[:, None] + vv[None, :], mask=mask, other=0.0)
                 corrections = cut(tl.trans(corrections), PIECES)
                 state = load_state(source_state, vv, kk, source_v, V, K, BV, BK).to(tl.float32)
-                state *= whole if SCALAR_GATE else whole[None, :]
-                if PIECES == 0:
-                    # The matrix unit truncates as it accumulates, which a float32 pool would show.
-                    state += thin_product(corrections, keys, tl.zeros((BV, BK), dtype=tl.float32))
-                else:
-                    state = thin_product(corrections, keys, state)
+                state = advanced(state, whole, corrections, keys, SCALAR_GATE, PIECES)
                 store_state(dest_state + to * dest_slot, state, vv, kk, dest_v, V, K)
         elif written & (not in_place):
             # No token, no arithmetic: the source's bits.

@@ -20,10 +20,11 @@ def exp(x, EXACT: tl.constexpr):
     """``exp(x)``, for any decay; to float32 accuracy if ``EXACT``, else to about 2^-20.
 
     The hardware has ``2^y`` alone, and rounding y = x log2(e) costs 2^-22 at y = 7, token after token; so what was lost is
-    put back.
+    put back (of a finite power: infinities would cancel).
     """
-    x = tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, 88.0, propagate_nan=tl.PropagateNan.ALL)
+    if EXACT:
+        x = tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, 88.0, propagate_nan=tl.PropagateNan.ALL)
     power = x * _LOG2E
     estimate = tl.exp2(power)
     if EXACT:
@@ -81,7 +82,7 @@ def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.c
     """Rate ``exp(A_log)`` (a scalar) and bias (``[BK]``, or a scalar for the scalar gate) of one value head."""
     rate = 1.0 if A_log is None else exp(tl.load(A_log + head).to(tl.float32), True)
     if dt_bias is None:
-        bias = 0.0
+        bias = 0.0 if SCALAR_GATE else kk * 0.0
     elif SCALAR_GATE:
         bias = tl.load(dt_bias + head).to(tl.float32)
     else:
@@ -90,14 +91,21 @@ def gate_parameters(A_log, dt_bias, head, kk, K: tl.constexpr, SCALAR_GATE: tl.c
 
 
 @triton.jit
-def unit_scale(x, axis: tl.constexpr, USE_L2NORM: tl.constexpr):
-    """``1 / |x|`` along ``axis``, or ones: the factor that normalises keys and queries."""
-    squares = tl.sum(x * x, axis) + _EPS
-    if not USE_L2NORM:
-        return squares * 0.0 + 1.0
+def inverse_norm(squares):
+    """``1 / |x|`` of a sum of squares."""
+    squares = squares + _EPS
     # The hardware's estimate is good to 2^-22; the delta rule subtracts nearly equal numbers, so one Newton step more.
     scale = tl.rsqrt(squares)
     return tl.fma(scale, 0.5 * tl.fma(-squares * scale, scale, 1.0), scale)
+
+
+@triton.jit
+def unit_scale(x, axis: tl.constexpr, USE_L2NORM: tl.constexpr):
+    """``1 / |x|`` along ``axis``, or ones: the factor that normalises keys and queries."""
+    squares = tl.sum(x * x, axis)
+    if not USE_L2NORM:
+        return squares * 0.0 + 1.0
+    return inverse_norm(squares)
 
 
 @triton.jit

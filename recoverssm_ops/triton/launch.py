@@ -10,9 +10,12 @@ import math
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from recoverssm_ops.triton.commit import commit_kernel
+from recoverssm_ops.triton.commit_async import commit_async_kernel
 from recoverssm_ops.triton.verify import verify_kernel
+from recoverssm_ops.triton.verify_async import verify_async_kernel
 
 # No more programs than this: less than one for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 96
@@ -45,6 +48,23 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
     return {"TP": TP, "BK": BK, "BV": BV, "PIECES": pieces, "STAGES": stages, "num_warps": min(8, warps)}
 
 
+def verify_async_config(programs: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
+    """The same for the kernel of ``verify_async.py``.
+
+    How many of its programs run at once decides, so registers and shared memory are rationed: eight programs of two warps on a
+    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where the GPU is not full, four warps shorten one.
+    """
+    BK = max(64, triton.next_power_of_2(key_dim))
+    pieces = _pieces(state_dtype)
+    few = programs <= FEW_PROGRAMS and value_dim % 64 == 0
+    warps = 4 if few else 2
+    return {
+        "BK": BK, "PIECES": pieces, "PART": min(BK, 64 if few else 128 if pieces else 32), "HOLD": not (few and pieces),
+        "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
+        "num_warps": warps, "maxnreg": 255 if few else 128 if pieces else 200,
+    }  # fmt: skip
+
+
 def commit_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes, warps and stages of the commit kernel for ``programs`` pairs of row and value head.
 
@@ -62,6 +82,12 @@ def commit_config(programs: int, window: int, key_dim: int, value_dim: int, stat
         "TP": TP, "BK": BK, "BV": BV, "PART": PART, "PIECES": _pieces(state_dtype), "STAGES": 1 if few else 2,
         "num_warps": min(8, warps),
     }  # fmt: skip
+
+
+def commit_async_config(key_dim: int, value_dim: int) -> dict[str, int]:
+    """The same for the kernel of ``commit_async.py``: seven programs of two warps on a multiprocessor of Hopper."""
+    BK = max(64, triton.next_power_of_2(key_dim))
+    return {"BK": BK, "BUFFERS": min(value_dim // 32, 2), "num_warps": 2, "maxnreg": 128}
 
 
 def _shift(lower_bound: float, window: int) -> int:
@@ -117,47 +143,39 @@ def verify(
         and lower_bound < 0
         and -lower_bound * window <= MAX_FACTORED_EXPONENT
     )
+    programs = batch * value_heads
+    arguments = (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices,
+        _contiguous(cu_seqlens),
+        _contiguous(A_log),
+        _contiguous(dt_bias),
+        o,
+        u,
+    )
+    arguments += (v.shape[1], batch, pad_slot_id, 0 if state_indices is None else state_indices.stride(0))
+    for x in (q, k, v, g):
+        arguments += x.stride()[:3]
+    arguments += beta.stride()
+    options = {
+        "H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "T": window, "SCALE": scale, "LOWER_BOUND": lower_bound,
+        "BLOCK_V": triton.next_power_of_2(value_dim), "SHIFT": _shift(lower_bound, window) if factored else 0,
+        "USE_SIGMOID": use_beta_sigmoid_in_kernel, "NEG_EIGVAL": allow_neg_eigval,
+    }  # fmt: skip
     with _on_device(state):
-        verify_kernel[(batch * value_heads,)](
-            q,
-            k,
-            v,
-            g,
-            beta,
-            state,
-            state_indices,
-            _contiguous(cu_seqlens),
-            _contiguous(A_log),
-            _contiguous(dt_bias),
-            o,
-            u,
-            v.shape[1],
-            batch,
-            pad_slot_id,
-            0 if state_indices is None else state_indices.stride(0),
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *g.stride()[:3],
-            *beta.stride(),
-            *state.stride()[:3],
-            heads,
-            value_heads,
-            key_dim,
-            value_dim,
-            window,
-            BLOCK_V=triton.next_power_of_2(value_dim),
-            SCALE=scale,
-            LOWER_BOUND=lower_bound,
-            SCALAR_GATE=scalar_gate,
-            FACTORED=factored,
-            SHIFT=_shift(lower_bound, window) if factored else 0,
-            USE_L2NORM=use_qk_l2norm_in_kernel,
-            USE_GATE=use_gate_in_kernel,
-            USE_SIGMOID=use_beta_sigmoid_in_kernel,
-            NEG_EIGVAL=allow_neg_eigval,
-            **verify_config(batch * value_heads, window, key_dim, value_dim, state.dtype),
-        )
+        if factored and _fits_async(window, (q, k, v, g, beta), state):
+            config = verify_async_config(programs, key_dim, value_dim, state.dtype)
+            verify_async_kernel[(programs,)](*arguments, *state.stride()[:2], **options, **config)
+        else:
+            config = verify_config(programs, window, key_dim, value_dim, state.dtype)
+            gate = {"SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_GATE": use_gate_in_kernel}
+            flags = gate | {"USE_L2NORM": use_qk_l2norm_in_kernel}
+            verify_kernel[(programs,)](*arguments, *state.stride()[:3], **options, **flags, **config)
     return o, u
 
 
@@ -235,7 +253,30 @@ def _walk(
     u, k = _last_axis_contiguous(u), _last_axis_contiguous(k)
     scalar_gate = g.ndim == 3
     g = g if scalar_gate else _last_axis_contiguous(g)
-    config = commit_config(batch * value_heads, window, key_dim, value_dim, dest_state.dtype)
+    programs = batch * value_heads
+    if source is not None and commits_async(programs, columns, window, (u, k, g), dest_state):
+        arguments = (
+            dest_state,
+            u,
+            k,
+            g,
+            source,
+            dest,
+            length,
+            *map(_contiguous, (cu_seqlens, A_log, dt_bias)),
+            u.shape[1],
+        )
+        arguments += (pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
+        for x in (u, k, g):
+            arguments += x.stride()[:3]
+        with _on_device(dest_state):
+            commit_async_kernel[(programs,)](
+                *arguments, *dest_state.stride()[:2], heads, value_heads, key_dim, value_dim, window,
+                BLOCK_V=triton.next_power_of_2(value_dim), LOWER_BOUND=lower_bound, USE_L2NORM=use_qk_l2norm_in_kernel,
+                USE_GATE=use_gate_in_kernel, **commit_async_config(key_dim, value_dim),
+            )  # fmt: skip
+        return
+    config = commit_config(programs, window, key_dim, value_dim, dest_state.dtype)
     tiles = triton.cdiv(value_dim, config["PART"])
     with _on_device(dest_state):
         commit_kernel[(batch * value_heads * tiles,)](
@@ -274,6 +315,32 @@ def _walk(
             IN_PLACE=source is not None,
             **config,
         )
+
+
+def commits_async(
+    programs: int, columns: int, window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor
+) -> bool:
+    """Whether a layer is committed by ``commit_async.py``: its bits may differ from those of ``commit.py``."""
+    full = programs > FEW_PROGRAMS and columns == 1 and record[2].ndim == 4 and state.dtype == torch.bfloat16
+    return full and _fits_async(window, record, state)
+
+
+def _fits_async(window: int, activations: tuple[Tensor, ...], state: Tensor) -> bool:
+    """Whether the Gluon kernels take this: whole state rows in copies of 16 bytes, 32-bit offsets within a window.
+
+    Neither Triton's interpreter nor a tracer (``visible.py``) takes Gluon; both put something else in the kernel's place.
+    """
+    value_dim, key_dim = state.shape[2:]
+    return (
+        isinstance(verify_kernel, JITFunction)
+        and window <= 8
+        and key_dim <= 128
+        and key_dim % 16 == 0
+        and value_dim % 32 == 0
+        and state.stride(2) == key_dim
+        and state.stride(0) % 16 == state.stride(1) % 16 == state.data_ptr() % 16 == 0
+        and all(8 * x.stride(1) < 2**31 for x in activations)
+    )
 
 
 def _last_axis_contiguous(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from recoverssm_ops.triton import launch
 from recoverssm_ops.triton.address_table import address_table, aligned_kinds
+from recoverssm_ops.triton.commit_async import commit_layers_async_kernel
 from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous, _on_device, commit_config
 from recoverssm_ops.triton.launch_conv import conv_config
 from recoverssm_ops.triton.layers import commit_layers_kernel, conv_commit_layers_kernel
@@ -50,9 +51,23 @@ def commit(
             flags = (use_qk_l2norm_in_kernel, use_gate_in_kernel)
             launch.commit(states[layer], *record_and_gate, *parameters, lower_bound, *flags, pad_slot_id)
         return
-    # One layer's choice, so that the bits are those of one launch a layer.
-    config = commit_config(batch * value_heads, window, key_dim, value_dim, states[0].dtype)
-    programs = batch * value_heads * triton.cdiv(value_dim, config["PART"])
+    # One layer's choices, so that the bits are those of one launch a layer.
+    programs = batch * value_heads
+    if launch.commits_async(programs, columns, window, (u[0], k[0], g[0]), states[0]):
+        arguments = (address_table(kinds, states[0].device), source, dest, length, _contiguous(cu_seqlens), programs)
+        arguments += (u[0].shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
+        for tensors in (u, k, g):
+            arguments += tensors[0].stride()[:3]
+        with _on_device(states[0]):
+            commit_layers_async_kernel[(len(states) * programs,)](
+                *arguments, *states[0].stride()[:2], len(states), *(_dtype(tensors) for tensors in kinds[1:]),
+                aligned_kinds(kinds), heads, value_heads, key_dim, value_dim, window,
+                BLOCK_V=triton.next_power_of_2(value_dim), LOWER_BOUND=lower_bound, USE_L2NORM=use_qk_l2norm_in_kernel,
+                USE_GATE=use_gate_in_kernel, **launch.commit_async_config(key_dim, value_dim),
+            )  # fmt: skip
+        return
+    config = commit_config(programs, window, key_dim, value_dim, states[0].dtype)
+    programs *= triton.cdiv(value_dim, config["PART"])
     with _on_device(states[0]):
         commit_layers_kernel[(len(states) * programs,)](
             address_table(kinds, states[0].device),

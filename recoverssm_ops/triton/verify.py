@@ -125,6 +125,67 @@ def zero_tokens(
         first += step
 
 
+@triton.jit
+def window_operands(
+    keys, queries, raw, raw_beta, k, g, k_token, g_token, length, A_log, dt_bias, head, t, kk,
+    K: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr,
+    FACTORED: tl.constexpr, USE_L2NORM: tl.constexpr, USE_GATE: tl.constexpr, USE_SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr, SHIFT: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """What every tile of V is multiplied by: ``a^T`` of keys and of queries, what scales their products with the state,
+    step sizes, ``N^T`` and ``(D N)^T``. ``raw`` are the gates, needed if ``FACTORED``.
+    """
+    TP: tl.constexpr = keys.shape[0]
+    EXACT: tl.constexpr = PIECES == 0
+    keys, queries = keys.to(tl.float32), queries.to(tl.float32)
+    key_scale, query_scale = unit_scale(keys, 1, USE_L2NORM), unit_scale(queries, 1, USE_L2NORM) * SCALE
+    rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
+    # What brings the columns of S a^T to P and R.
+    decay = tl.full((TP,), 0.5**SHIFT, tl.float32)
+    if SCALAR_GATE:
+        C, D, a_keys, a_queries, decay = couplings_scalar(
+            keys, queries, g, g_token, length, rate, bias, t, LOWER_BOUND, USE_GATE, PIECES
+        )
+    elif FACTORED:
+        C, D, a_keys, a_queries = couplings_factored(
+            keys, queries, raw, length, rate, bias, t, LOWER_BOUND, USE_GATE, SHIFT, PIECES, EXACT
+        )
+    else:
+        C, D, keys, queries = couplings_by_token(
+            keys, queries, k, g, k_token, g_token, length, rate, bias, t, kk, K, T, TP, LOWER_BOUND, USE_GATE, EXACT
+        )
+        a_keys, a_queries = cut(keys, PIECES), cut(queries, PIECES)
+
+    b = step_size(raw_beta, USE_SIGMOID, NEG_EIGVAL)
+    N, DN = eliminate(
+        C * (key_scale * b)[:, None] * key_scale[None, :], D * query_scale[:, None] * key_scale[None, :], T, TP
+    )
+    a_keys, a_queries = transposed(a_keys), transposed(a_queries)
+    N, DN = cut(tl.trans(N), PIECES), cut(tl.trans(DN), PIECES)
+    key_scale, query_scale = key_scale * decay, query_scale * decay
+    return a_keys, a_queries, key_scale, query_scale, b, N, DN
+
+
+@triton.jit
+def corrections_and_outputs(
+    S, values, b, a_keys, a_queries, key_scale, query_scale, N, DN,
+    TP: tl.constexpr, BV: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """``U^T`` and ``O^T`` of one tile of V, ``[BV, TP]``, of the state ``S [BV, BK]`` before the window."""
+    S = cut(S, PIECES, ROUND=False)
+    target = b[None, :] * (values - product(S, a_keys) * key_scale[None, :])
+    # N is triangular, but 0 * NaN is NaN. What is not finite stays with its token, and is huge for the later ones.
+    # (Not ``target - finite``: contracted with the product above it would be that product's rounding error.)
+    good = tl.abs(target) < 3.0e38
+    finite = tl.where(good, target, 3.0e38)
+    excess = tl.where(good, 0.0, target)
+    finite = cut(finite, PIECES)
+    nothing = tl.zeros((BV, TP), dtype=tl.float32)
+    U = thin_product(finite, N, nothing) + excess
+    O = product(S, a_queries) * query_scale[None, :] + (thin_product(finite, DN, nothing) + excess)
+    return U, O
+
+
 @triton.jit(do_not_specialize=["num_tokens", "batch", "pad_slot_id"])
 def verify_kernel(
     q, k, v, g, beta, state, slots, cu_seqlens, A_log, dt_bias, o, u,
@@ -152,7 +213,6 @@ def verify_kernel(
         if row == 0:
             zero_tokens(o, u, row, tl.minimum(start, num_tokens), TP, head, HV, V, TP, BLOCK_V)
 
-    EXACT: tl.constexpr = PIECES == 0
     t = tl.arange(0, TP).to(tl.int64)
     kk = tl.arange(0, BK)
     k += where * k_row + start * k_token + kv_head * k_head
@@ -165,6 +225,7 @@ def verify_kernel(
     mask = inside[:, None] & (kk < K)[None, :]
     keys = tl.load(k + (t * k_token)[:, None] + kk[None, :], mask=mask, other=0.0)
     queries = tl.load(q + (t * q_token)[:, None] + kk[None, :], mask=mask, other=0.0)
+    raw = None
     if FACTORED:
         raw = tl.load(g + (t * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
     raw_beta = tl.load(beta + t * beta_token, mask=inside, other=0.0)
@@ -177,32 +238,10 @@ def verify_kernel(
             zero_tokens(o, u, token, token + length, TP, head, HV, V, TP, BLOCK_V)
             return
 
-    keys, queries = keys.to(tl.float32), queries.to(tl.float32)
-    key_scale, query_scale = unit_scale(keys, 1, USE_L2NORM), unit_scale(queries, 1, USE_L2NORM) * SCALE
-    rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
-    # What brings the columns of S a^T to P and R.
-    decay = tl.full((TP,), 0.5**SHIFT, tl.float32)
-    if SCALAR_GATE:
-        C, D, a_keys, a_queries, decay = couplings_scalar(
-            keys, queries, g, g_token, length, rate, bias, t, LOWER_BOUND, USE_GATE, PIECES
-        )
-    elif FACTORED:
-        C, D, a_keys, a_queries = couplings_factored(
-            keys, queries, raw, length, rate, bias, t, LOWER_BOUND, USE_GATE, SHIFT, PIECES, EXACT
-        )
-    else:
-        C, D, keys, queries = couplings_by_token(
-            keys, queries, k, g, k_token, g_token, length, rate, bias, t, kk, K, T, TP, LOWER_BOUND, USE_GATE, EXACT
-        )
-        a_keys, a_queries = cut(keys, PIECES), cut(queries, PIECES)
-
-    b = step_size(raw_beta, USE_SIGMOID, NEG_EIGVAL)
-    N, DN = eliminate(
-        C * (key_scale * b)[:, None] * key_scale[None, :], D * query_scale[:, None] * key_scale[None, :], T, TP
-    )
-    a_keys, a_queries = transposed(a_keys), transposed(a_queries)
-    N, DN = cut(tl.trans(N), PIECES), cut(tl.trans(DN), PIECES)
-    key_scale, query_scale = key_scale * decay, query_scale * decay
+    a_keys, a_queries, key_scale, query_scale, b, N, DN = window_operands(
+        keys, queries, raw, raw_beta, k, g, k_token, g_token, length, A_log, dt_bias, head, t, kk,
+        K, T, SCALE, LOWER_BOUND, SCALAR_GATE, FACTORED, USE_L2NORM, USE_GATE, USE_SIGMOID, NEG_EIGVAL, SHIFT, PIECES,
+    )  # fmt: skip
 
     rows = tl.arange(0, BV)
     state_tile = state + slot * state_slot + head * state_head + (rows.to(tl.int64) * state_v)[:, None] + kk[None, :]
@@ -215,16 +254,6 @@ def verify_kernel(
             S = tl.load(state_tile + v0 * state_v, mask=(v0 + rows < V)[:, None] & (kk < K)[None, :], other=0.0)
         wanted = inside[:, None] & (v0 + rows < V)[None, :]
         values = tl.trans(tl.load(v_tile + v0, mask=wanted, other=0.0)).to(tl.float32)
-        S = cut(S, PIECES, ROUND=False)
-        target = b[None, :] * (values - product(S, a_keys) * key_scale[None, :])
-        # N is triangular, but 0 * NaN is NaN. What is not finite stays with its token, and is huge for the later ones.
-        # (Not ``target - finite``: contracted with the product above it would be that product's rounding error.)
-        good = tl.abs(target) < 3.0e38
-        finite = tl.where(good, target, 3.0e38)
-        excess = tl.where(good, 0.0, target)
-        finite = cut(finite, PIECES)
-        nothing = tl.zeros((BV, TP), dtype=tl.float32)
-        U = thin_product(finite, N, nothing) + excess
-        O = product(S, a_queries) * query_scale[None, :] + (thin_product(finite, DN, nothing) + excess)
+        U, O = corrections_and_outputs(S, values, b, a_keys, a_queries, key_scale, query_scale, N, DN, TP, BV, PIECES)
         tl.store(u + out_tile + v0, tl.trans(U), mask=wanted)
         tl.store(o + out_tile + v0, tl.trans(O.to(o.dtype.element_ty)), mask=wanted)

@@ -3,6 +3,9 @@
 An operator is opaque to the compiler, and what is registered from Python cannot be called without Python. Traced through
 these functions a program holds the kernels themselves (``torch.library.wrap_triton``), which AOTInductor compiles into its
 package. They are the launchers of ``launch.py`` and ``launch_conv.py``: nothing here knows a kernel's arguments.
+
+A launcher shapes its kernels by how many programs there are. A traced program of a dynamic batch holds one shape for all of
+them: the best one for the batch of the example inputs.
 """
 
 from __future__ import annotations
@@ -19,21 +22,40 @@ from recoverssm_ops import conv_ops, ops
 from recoverssm_ops.triton import launch, launch_conv
 
 _POOLS = ("state", "conv_state")
+_CONFIGURATIONS = ("verify_config", "commit_config")
 
 
 @contextmanager
 def _wrapped(module: ModuleType) -> Iterator[None]:
-    """The module's kernels as the tracer's, for the length of a trace."""
+    """The module's kernels as the tracer's, and their configurations by the example's sizes, for the length of a trace."""
     kernels = {name: x for name, x in vars(module).items() if isinstance(x, JITFunction)}
     if not kernels:
         raise RuntimeError(f"{module.__name__} names no Triton kernel (under TRITON_INTERPRET there are none to embed)")
+    traced = {name: torch.library.wrap_triton(kernel) for name, kernel in kernels.items()}
+    traced |= {name: _by_example(x) for name, x in vars(module).items() if name in _CONFIGURATIONS}
+    before = {name: getattr(module, name) for name in traced}
     try:
-        for name, kernel in kernels.items():
-            setattr(module, name, torch.library.wrap_triton(kernel))
+        for name, x in traced.items():
+            setattr(module, name, x)
         yield
     finally:
-        for name, kernel in kernels.items():
-            setattr(module, name, kernel)
+        for name, x in before.items():
+            setattr(module, name, x)
+
+
+def _by_example(configuration: Callable[..., dict[str, int]]) -> Callable[..., dict[str, int]]:
+    """The configuration for the traced example's number of programs.
+
+    Compared as it is, a symbolic number would become a guard: the exported batch would end where the other shape begins.
+    """
+
+    def of_the_example(programs: int | torch.SymInt, *sizes: object) -> dict[str, int]:
+        if isinstance(programs, torch.SymInt):
+            hint = programs.node.hint
+            programs = launch.FEW_PROGRAMS + 1 if hint is None else hint  # unbacked: no example says how many
+        return configuration(programs, *sizes)
+
+    return of_the_example
 
 
 def _visible(op: torch._ops.OpOverload, module: ModuleType, name: str) -> Callable:
