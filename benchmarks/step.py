@@ -36,7 +36,7 @@ from benchmarks.reporting import (
     progress_over,
     write_json,
 )
-from benchmarks.step_ways import DTYPES, MERGED, REWRITTEN, UNTOUCHED, Setting
+from benchmarks.step_ways import DTYPES, KEPT, MERGED, REWRITTEN, UNTOUCHED, Setting
 from benchmarks.step_workers import in_processes, in_this_process
 from compile_passes.reporting.report import readable
 from models.config import PRESETS
@@ -53,7 +53,12 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="weights and activations")
     parser.add_argument("--state-dtype", choices=DTYPES, default="fp32", help="recurrent pools")
-    parser.add_argument("--merge-layers", action="store_true", help="a third way: commits of all layers in one launch")
+    parser.add_argument(
+        "--merge-layers", action="store_true", help="a further way: commits of all layers in one launch"
+    )
+    parser.add_argument(
+        "--keep-convolutions", action="store_true", help="a further way: short convolutions are left to Inductor"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--cudagraphs",
@@ -118,15 +123,17 @@ def report(figures: list[dict], setting: Setting, title: str) -> Table:
 def title_of(arguments: argparse.Namespace, about: dict, figures: list[dict]) -> str:
     title = f"{arguments.preset}, T {1 + arguments.drafts}, {arguments.dtype} activations"
     title += f", {arguments.state_dtype} pools, {about['device']}, torch {about['torch']}"
-    layers = {f"layers {n['rewritten']} rewritten, {n['refused']} refused" for f in figures if (n := f["layers"])}
-    return "; ".join([title, *sorted(layers)])
+    for layers in [f["layers"] for f in figures if f["way"] == REWRITTEN and f["layers"]][:1]:
+        title += f"; {layers['rewritten']} layers rewritten, {layers['refused']} refused"
+        title += f", {layers['convolutions']} convolutions replaced"
+    return title
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     console, started, about = console_for_tables(), time.perf_counter(), machine(arguments.device)
     names = ("drafts", "dtype", "state_dtype", "device", "accepted", "cudagraphs", "samples")
-    ways = (UNTOUCHED, REWRITTEN, *[MERGED] * arguments.merge_layers)
+    ways = (UNTOUCHED, REWRITTEN, *[MERGED] * arguments.merge_layers, *[KEPT] * arguments.keep_convolutions)
     setting = Setting(PRESETS[arguments.preset], ways=ways, **{name: getattr(arguments, name) for name in names})
     batches, figures = arguments.batch, []
     events = in_processes(setting, batches, arguments.jobs) if arguments.jobs > 1 else in_this_process(setting, batches)

@@ -22,7 +22,9 @@ from models.pools import Pools
 from models.speculation import SpeculativeStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-UNTOUCHED, REWRITTEN, MERGED = "untouched", "rewritten", "rewritten, merged commits"
+UNTOUCHED, REWRITTEN = "untouched", "rewritten"
+MERGED, KEPT = "rewritten, merged commits", "rewritten, but not convolutions"
+PASS_OPTIONS = {REWRITTEN: {}, MERGED: {"merge_layers": True}, KEPT: {"convolutions": False}}
 LAUNCHED, CAPTURED = "launched", "captured"
 
 
@@ -86,7 +88,7 @@ class Setting:
 
 
 def pass_of(way: str) -> RecoverSSMPass | None:
-    return None if way == UNTOUCHED else RecoverSSMPass(merge_layers=way == MERGED)
+    return None if way == UNTOUCHED else RecoverSSMPass(**PASS_OPTIONS[way])
 
 
 def compile_step(
@@ -120,7 +122,7 @@ class Prepared:
     compiled: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
     seconds: float  # tracing, and compiling what the caches did not hold
-    layers: dict[str, int]  # how many the pass has rewritten and refused, by its own report
+    layers: dict[str, int]  # rewritten and refused, and convolutions replaced, by the pass's own report
 
     def call(self) -> None:
         self.compiled(*self.inputs)
@@ -147,7 +149,9 @@ def prepare(
         compiled(*inputs)
         synchronize(setting.device)
     report = None if recover is None else recover.last_report
-    layers = {} if report is None else {"rewritten": report.matched, "refused": report.refused}
+    layers = {}
+    if report is not None:
+        layers = {"rewritten": report.matched, "refused": report.refused, "convolutions": report.convolutions_replaced}
     (took,) = seconds
     return Prepared(way, compiled, inputs, took, layers)
 

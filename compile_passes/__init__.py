@@ -8,19 +8,22 @@ step = slot_step(step)                             # where a slot holds the stat
 """
 
 from compile_passes.checking.check import RewriteCheckError
+from compile_passes.convolutions.reasons import CONVOLUTION_REASONS
 from compile_passes.explain import explain
 from compile_passes.exporting.load import load_step
 from compile_passes.exporting.step import ExportedStep, export_step
 from compile_passes.install import recoverssm_passes
 from compile_passes.matching.reasons import REASONS
 from compile_passes.recover_pass import RecoverSSMPass
-from compile_passes.reporting.report import LayerMatch, Report
+from compile_passes.reporting.report import ConvolutionMatch, LayerMatch, Report
 from compile_passes.rewrite import rewrite
 from compile_passes.splitting.slot_step import SlotStep, slot_step
 from compile_passes.splitting.split import SplitStep, split_step
 
 __all__ = [
+    "CONVOLUTION_REASONS",
     "REASONS",
+    "ConvolutionMatch",
     "ExportedStep",
     "LayerMatch",
     "RecoverSSMPass",

@@ -143,11 +143,11 @@ def layer(
     start: Callable = lambda x: x,
     finish: Callable = lambda y, extended: y,
 ) -> Callable:
-    """``start`` is applied to what is joined, ``finish`` to the output; the new history is rounded to the pool's dtype."""
+    """``start`` is applied to every float but the pool, ``finish`` to the output; the new history gets the pool's dtype."""
 
     def run(pool, slots, x, weight, bias, n):
         extended = join(start(pool[slots]), start(x))
-        y = convolve(extended, weight, bias)
+        y = convolve(extended, start(weight), start(bias))
         pool[slots] = advance(extended, n, pool.shape[2]).to(pool.dtype)
         return finish(y, extended)
 

@@ -86,8 +86,8 @@ def test_check_fails_beyond_the_limits(monkeypatch, power, status):
 
 
 def test_the_share_counts(monkeypatch):
-    measured = compile_time.Share(4, 8, pass_s=1.0, inductor_s=20.0, total_s=30.0)
+    measured = compile_time.Share(4, 8, pass_s=1.0, inductor_s=20.0, total_s=30.0, pass_cpu_s=1.0, inductor_cpu_s=10.0)
     monkeypatch.setattr(compile_time, "growth", lambda n, T, device, runs: compile_time.Growth(n, T, n, n * T, n))
     monkeypatch.setattr(compile_time, "share", lambda *sizes: measured)
-    assert measured.share == 0.05
+    assert measured.share == 0.05 and measured.cpu_share == 0.1
     assert compile_time.main(["--check", "--share", "--device", "cpu"]) == 1

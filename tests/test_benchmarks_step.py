@@ -21,7 +21,7 @@ TINY = KDAConfig(
     vocab_size=13, hidden_size=12, num_layers=1, full_attn_period=0, num_heads=2, head_k_dim=4, head_v_dim=6,
     gate_rank=4, intermediate_size=8,
 )  # fmt: skip
-WAYS = (step_ways.UNTOUCHED, step_ways.REWRITTEN, step_ways.MERGED)
+WAYS = (step_ways.UNTOUCHED, step_ways.REWRITTEN, step_ways.MERGED, step_ways.KEPT)
 RUN = ["--preset", "tiny", "--drafts", "2", "--samples", "2", "--dtype", "fp32", "--device", "cpu"]
 
 
@@ -46,17 +46,17 @@ def test_a_compiled_run(tmp_path, capsys):
     assert step.main([*RUN, "--batch", "2", "--accepted", "2", "--jobs", "1", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert [f["way"] for f in result["figures"]] == ["untouched", "rewritten"]
-    assert [f["layers"] for f in result["figures"]] == [{}, {"rewritten": 1, "refused": 0}]
+    assert [f["layers"] for f in result["figures"]] == [{}, {"rewritten": 1, "refused": 0, "convolutions": 0}]
     for f in result["figures"]:
         low, high = f["quartiles_ms"]
         assert 0 < low <= f["step_ms"] <= high and f["peak_bytes"] > 0 and f["compile_s"] > 0
         assert f["accepted_mean"] == 2 and f["launch"] == "launched"
         assert f["tokens_per_second"] == pytest.approx(1e3 * 2 * f["batch"] / f["step_ms"])
     assert result["settings"]["accepted"] == 2 and result["wall_s"] > 0
-    assert "layers 1 rewritten, 0 refused" in capsys.readouterr().out
+    assert "1 layers rewritten, 0 refused, 0 convolutions" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[:3])
 def test_ways_are_what_they_say(way):
     s = dataclasses.replace(setting(drafts=1), config=dataclasses.replace(TINY, num_layers=2))
     recover = step_ways.pass_of(way)
@@ -74,15 +74,27 @@ def test_ways_are_what_they_say(way):
         assert [(report.matched, report.refused) for report in recover.reports] == [(2, 0)] * 2
 
 
+def test_ways_with_and_without_convolutions():
+    """As on a GPU, where the pass replaces them unless it is told not to."""
+    s, on_gpu, replaced = setting(drafts=1), {"convolutions": True}, []
+    for options in (on_gpu | step_ways.PASS_OPTIONS[way] for way in (step_ways.REWRITTEN, step_ways.KEPT)):
+        recover = step_ways.RecoverSSMPass(**options)
+        with torch.no_grad():
+            step_ways.compile_step(s.step(s.model(), 2), recover)(*s.inputs(2))
+        torch.compiler.reset()
+        replaced.append((recover.last_report.matched, recover.last_report.convolutions_replaced))
+    assert replaced == [(1, 1), (1, 0)]
+
+
 def test_every_way_of_every_batch(eager, tmp_path, capsys):
     path = tmp_path / "figures.json"
-    options = ["--batch", "2", "2", "1", "--merge-layers", "--jobs", "1", "--json", str(path)]
+    options = ["--batch", "2", "2", "1", "--merge-layers", "--keep-convolutions", "--jobs", "1", "--json", str(path)]
     assert step.main([*RUN, *options]) == 0
     figures = json.loads(path.read_text())["figures"]
     assert [(f["batch"], f["way"]) for f in figures] == [(batch, way) for batch in (2, 1) for way in WAYS]
     shown = capsys.readouterr().out
     assert "batch 2: rewritten, merged commits: compiled in" in shown
-    assert f"batch 1: untouched {figures[3]['step_ms']:.3f} ms (launched), rewritten" in shown
+    assert f"batch 1: untouched {figures[4]['step_ms']:.3f} ms (launched), rewritten" in shown
 
 
 def test_captured_steps_are_measured_beside_launched_ones(eager, monkeypatch):
@@ -144,7 +156,7 @@ def test_processes_are_timed_when_all_have_compiled():
     assert [e.failed for e in events if e.batch == -1] == [True]
     assert [len(e.figures) for e in events if e.batch == 2] == [0, 0, 2]
     # Nothing is timed while another batch size still compiles.
-    assert events[-1].batch == 2 and events[-1].figures[1]["layers"] == {"rewritten": 1, "refused": 0}
+    assert events[-1].batch == 2 and events[-1].figures[1]["layers"]["rewritten"] == 1
     assert not multiprocessing.active_children()
 
 

@@ -19,11 +19,11 @@ PAIRS = [(name, arch) for name in VARIANTS for arch in architectures_of(name)]
 PINNED = CompileTable.parse(PATH.read_text())
 # Blocks of the smallest supported GPUs of each generation (8.6, 12.0) can have 99 KiB.
 SHARED_LIMIT = 99 * 1024
-# The sizes of the models this is for: they must not spill. Float32 verify needs all the registers that there are, so on the
-# generations that it has not been tuned on a few of them may spill.
+# The sizes of the models this is for: they must not spill where the kernels were tuned. Registers are rationed there, so that
+# more programs run at once; on other generations, and in float32 with another Triton than it was tuned with, a few may spill.
 MAIN = ("verify_bf16_T4", "verify_bf16_T8", "verify_fp32_T4", "verify_fp32_T8", "commit_bf16", "commit_fp32")
 # Of another Triton than the pinned one, too: four bytes stored and four loaded for each register too many.
-SLACK = 128
+SLACK = 192
 UPDATE = "if that is meant: python -m benchmarks.compile_table --update"
 
 
@@ -52,7 +52,7 @@ def test_the_table_holds_every_variant():
 def test_main_variants_do_not_spill():
     for name in MAIN:
         for arch, (_, _, spilled) in PINNED.rows[name].cells.items():
-            allowed = SLACK if name.startswith("verify_fp32") and arch >= 100 else 0
+            allowed = SLACK if name.startswith("verify_fp32") or arch != 90 else 0
             assert spilled <= allowed, (name, arch)
 
 

@@ -1,5 +1,8 @@
 """The pass puts the operators in the place of a short convolution and its history's update, and leaves look-alikes alone."""
 
+import itertools
+import random
+
 import conv_layers as conv
 import pytest
 import torch
@@ -111,6 +114,46 @@ def test_padding_is_no_slot_and_integers_keep_their_dtype():
     graph = check_replaced(layer(), (pool, slots.int(), *rest, n.int()))
     # What counts from the end is made a slot, which the operators would take for padding.
     assert verify_arguments(graph)["conv_state_indices"].target is aten.where.self
+
+
+def second_reader_of_the_pool(pool, slots, x, weight, bias, n):
+    """Its own gather and join: what it reads is the pool as it was, whoever else reads it."""
+    other = conv.joined(pool[slots], x)
+    return layer()(pool, slots, x, weight, bias, n), other.sum(-1)
+
+
+def test_another_reader_of_the_pool_keeps_its_own_code():
+    args, expected = make_inputs(), make_inputs()
+    result, seen = run_rewritten(second_reader_of_the_pool, *args, dynamic=False, convolutions=True, check=True)
+    torch.testing.assert_close((result, args[0]), (second_reader_of_the_pool(*expected), expected[0]))
+    assert seen.report.convolutions_replaced == 1
+
+
+JOINS = (conv.joined, conv.joined_tokens, conv.joined_columns, conv.joined_slices)
+CONVOLUTIONS = (conv.library, conv.padded, conv.shifted, conv.sliding, conv.einsum, conv.stacked_taps, conv.each_token)
+ADVANCES = (
+    conv.gathered,
+    conv.take_along,
+    conv.indexed,
+    conv.from_the_end,
+    conv.sliding_history,
+    conv.stacked_histories,
+)
+
+
+KINDS = ({}, {"dtype": torch.bfloat16}, {"W": 2, "T": 3}, {"T": 3}, {"B": 1})
+COMBINATIONS = random.Random(0).sample(list(itertools.product(JOINS, CONVOLUTIONS, ADVANCES, KINDS)), 150)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("join", "convolve", "advance", "kinds"), COMBINATIONS)
+def test_combination(join, convolve, advance, kinds):
+    fn = layer(convolve, advance, join, start=torch.Tensor.float if kinds.get("dtype") else lambda x: x)
+    args, expected = make_inputs(**kinds), make_inputs(**kinds)
+    result, seen = run_rewritten(fn, *args, dynamic=False, convolutions=True, check=True)
+    assert [c.reason for c in seen.report.convolutions] == [None]
+    torch.testing.assert_close(result, fn(*expected), rtol=1e-5, atol=1e-5)
+    assert torch.equal(args[0], expected[0])
 
 
 # --- rounding -----------------------------------------------------------------------------------------------------------

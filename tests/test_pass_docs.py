@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import test_pass_families
 from spellings import CHOICES, Spelling
 from test_pass_spellings import ALTERNATIVES
+from test_pass_third_party import FORMS
+from third_party import LAYOUTS, RECURRENT
 
 from compile_passes import REASONS
 
@@ -21,6 +24,16 @@ def spellings_table() -> str:
     return "\n".join(rows)
 
 
+def third_party_table() -> str:
+    """``test_recurrent_function_in_every_shape_mode`` checks each row in the three shape modes."""
+    rows = ["| function | pool | static | dynamic batch | all dynamic |", "|---|---|---|---|---|"]
+    for name, published in RECURRENT.items():
+        for layout in LAYOUTS:
+            form = FORMS[layout]
+            rows.append(f"| `{published.module}.{name}` | {layout} | {form} | {form} | {form} |")
+    return "\n".join(rows)
+
+
 def reasons_table() -> str:
     rows = ["| reason | what was found; what to do |", "|---|---|"]
     return "\n".join([*rows, *(f"| `{reason}` | {text} |" for reason, text in REASONS.items())])
@@ -28,6 +41,14 @@ def reasons_table() -> str:
 
 def test_table_of_spellings_is_the_grammar():
     assert spellings_table() in TEXT
+
+
+def test_table_of_families_is_the_grammar():
+    assert test_pass_families.table() in TEXT
+
+
+def test_table_of_third_party_functions_is_complete():
+    assert third_party_table() in TEXT
 
 
 def test_table_of_reasons_is_complete():

@@ -16,9 +16,10 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils import _pytree as pytree
 
-from compile_passes import RecoverSSMPass, explain, log, recoverssm_passes
+from compile_passes import RecoverSSMPass, explain, recoverssm_passes
 from compile_passes.backend import recoverssm
 from compile_passes.install import SLOT
+from compile_passes.reporting import log
 
 S = Spelling(T=2)
 TWO = Spelling(T=2, layers=2)
@@ -285,6 +286,7 @@ from torch._dynamo.utils import counters
 from compile_passes import RecoverSSMPass
 from compile_passes.backend import recoverssm
 from compile_passes.install import SLOT
+from compile_passes.reporting import log
 from spellings import Spelling, Step, inputs
 
 config.cpp_cache_precompile_headers = False

@@ -65,10 +65,10 @@ class ConvolutionReplacement:
         for node in sorted(above):
             if any(n is self.sequence.pool or n in interior for n in node.all_input_nodes):
                 interior.add(node)
-        interior -= exits
-        for node in interior:
+        self.interior = interior - exits
+        for node in self.interior:
             for user in readers(node):
-                if user not in interior and user not in exits:
+                if user not in self.interior and user not in exits:
                     raise Left("history_escapes", user)
 
     # --- the edit -----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class ConvolutionReplacement:
         self._replace(graph, self.update.node, self._commit(graph, x, rows))
         for node in (self.convolution.node, self.update.node):
             _drop(graph, node)
-        if not all(join._erased for join in self.sequence.joins):
+        if not all(node._erased for node in self.interior):
             raise AssertionError(f"the joined inputs are still used after the rewrite: {self.sequence.joins[0].name}")
 
     def _verify(self, graph: Graph) -> list[Node | None]:

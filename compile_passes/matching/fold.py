@@ -7,11 +7,12 @@ the very same formula in the same precision; everything else stays in the graph 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
 
-from compile_passes.reading.algebra import ADD, MUL, Product, is_call, multiplied_out, operand, product, same
+from compile_passes.reading.algebra import ADD, DIV, MUL, Product, is_call, multiplied_out, operand, product, same
 from compile_passes.reading.index_notation import Axis, Element, aten, substitute
 from compile_passes.reading.views import strip
 
@@ -31,16 +32,24 @@ class Gate:
 
 
 def l2norm(factors: list[Element], key: Axis) -> tuple[Element, float] | None:
-    """``(x, c)`` where the product of ``factors`` is ``c * x * rsqrt(sum_k x^2 + 1e-6)``."""
+    """``(x, c)`` where the product of ``factors`` is ``c * x * rsqrt(sum_k x^2 + 1e-6)``, or ``c * x / sqrt(..)``."""
     whole = Product()
     for factor in factors:
         whole = whole.times(multiplied_out(factor))
-    if len(whole.factors) != 2:
-        return None
-    for x, root in (whole.factors, whole.factors[::-1]):
-        if is_call(root, aten.rsqrt.default) and _is_square_sum(operand(root, root.node.args[0]), x, key):
+    for x, root in _fractions(whole.factors):
+        if _is_square_sum(operand(root, root.node.args[0]), x, key):
             return x, whole.coefficient
     return None
+
+
+def _fractions(factors: list[Element]) -> Iterator[tuple[Element, Element]]:
+    """``(x, root)`` where the factors are ``x * rsqrt(y)`` or ``x / sqrt(y)``; root is the node of y's square root."""
+    if len(factors) == 2:
+        yield from (pair for pair in (factors, factors[::-1]) if is_call(pair[1], aten.rsqrt.default))
+    elif len(factors) == 1 and is_call(factors[0], DIV):
+        x, root = (operand(factors[0], a) for a in factors[0].node.args)
+        if isinstance(x, Element) and isinstance(root, Element) and is_call(root := strip(root), aten.sqrt.default):
+            yield strip(x), root
 
 
 def _is_square_sum(element: Element, x: Element, key: Axis) -> bool:

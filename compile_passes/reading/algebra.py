@@ -122,8 +122,8 @@ def product(element: Element, opaque: Callable[[Element], bool]) -> Product:
 
 
 def multiplied_out(element: Element) -> Product:
-    """Only multiplications and signs, no contractions: these belong to the projections before the layer."""
-    return product(element, lambda e: not is_call(e, MUL, aten.mul.Scalar, aten.neg.default))
+    """Only products, quotients by a number and signs, no contractions: these belong to the projections before the layer."""
+    return product(element, lambda e: not is_call(e, MUL, aten.mul.Scalar, DIV, aten.div.Scalar, aten.neg.default))
 
 
 def is_call(element: Element, *targets) -> bool:

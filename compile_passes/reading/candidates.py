@@ -42,7 +42,7 @@ def candidates(graph: Graph) -> list[Candidate]:
         if node.op != "call_function":
             continue
         candidate = _READERS.get(node.target, _joined)(node)
-        if candidate is not None and _is_chain(candidate.states):
+        if candidate is not None and _is_chain(candidate.states) and not _is_history(candidate.states):
             # ``cat([S0, stack(states)])``: the inner one is a part of the outer one.
             held = {s.node for s in candidate.states}
             found = [c for c in found if not {s.node for s in c.states} <= held or c.anchor not in _parts(node)]
@@ -137,6 +137,14 @@ def _is_chain(states: list[Element]) -> bool:
         return False
     # Every part but the last is looked for among the ancestors of the next, no further back than itself.
     return all(a < b and _reaches(b, a) for a, b in itertools.pairwise(nodes))
+
+
+def _is_history(states: list[Element]) -> bool:
+    """The inputs that a convolution keeps, after every token: each is the last columns of the one before and a new one."""
+    shifted = [s.node.args[0] for s in states if s.node.target is aten.slice.Tensor]
+    return len(shifted) == len(states) and all(
+        _computed(element_of(n)[0]).node.target is aten.cat.default for n in shifted
+    )
 
 
 def _reaches(node: Node, ancestor: Node) -> bool:

@@ -99,14 +99,13 @@ class Replacement:
 
     def _replace_outputs(self, graph: Graph, o: Node) -> None:
         """``o`` or ``o[:, t]`` for every output; then ``o`` itself where the model puts them together again."""
-        todo = []
-        for t, output in enumerate(self.window.outputs):
-            if output is None or (output.token is not None and t > 0):
-                continue
-            view = insert_after(graph, self.end, self._view_of(o, output, t), [o])
+        outputs = [(t, x) for t, x in enumerate(self.window.outputs) if x is not None and (x.token is None or t == 0)]
+        views = [self._view_of(o, output, t) for t, output in outputs]
+        # One trace for all tokens: it costs more than anything that is read in a window.
+        todo = insert_after(graph, self.end, lambda x: [view(x) for view in views], [o])
+        for (_, output), view in zip(outputs, todo, strict=True):
             self._replace(graph, output.node, view)
-            todo.append(view)
-        seen = set()
+        todo, seen = list(todo), set()
         while todo:
             node = todo.pop()
             if node in seen or (node.target not in VIEWS and node not in o.users):
