@@ -286,7 +286,6 @@ from torch._dynamo.utils import counters
 from compile_passes import RecoverSSMPass
 from compile_passes.backend import recoverssm
 from compile_passes.install import SLOT
-from compile_passes.reporting import log
 from spellings import Spelling, Step, inputs
 
 config.cpp_cache_precompile_headers = False

@@ -68,7 +68,7 @@ def join_of(node: Node) -> Join | None:
     rank = len(shape(node))
     if node.target in STACKS:
         pieces, dim = node.args[0], _dim(node) % rank
-        if node.target is aten.stack.default or all(_same_shape(p, pieces[0]) for p in pieces):
+        if node.target is aten.stack.default or _same_shape(pieces):
             return Join(node, dim, len(pieces))
     else:
         dim = (node.args[2] if len(node.args) > 2 else 0) % rank
@@ -80,8 +80,10 @@ def _dim(node: Node) -> int:
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
 
 
-def _same_shape(a: Node, b: Node) -> bool:
-    return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
+def _same_shape(nodes: list[Node]) -> bool:
+    """Asked for every element that is read through a ``cat``: each fake tensor is looked at once."""
+    first = shape(nodes[0])
+    return all(len(other) == len(first) and all(map(same_size, first, other)) for other in map(shape, nodes[1:]))
 
 
 # --- (node, index of its result) -> element of one of its inputs --------------------------------------------------------
@@ -90,7 +92,7 @@ def _same_shape(a: Node, b: Node) -> bool:
 def joined(node: Node, index: tuple[Index, ...]) -> Element:
     """The element of the piece of a ``cat`` or ``stack``, where the index says which."""
     pieces, dim = node.args[0], _dim(node) % len(index)
-    if node.target is aten.stack.default or all(_same_shape(p, pieces[0]) for p in pieces):
+    if node.target is aten.stack.default or _same_shape(pieces):
         which, inner = Join(node, dim, len(pieces)).position(index)
         if not isinstance(which, int):
             raise Unresolvable
