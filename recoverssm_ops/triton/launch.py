@@ -321,8 +321,9 @@ def commits_async(
     programs: int, columns: int, window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor
 ) -> bool:
     """Whether a layer is committed by ``commit_async.py``: its bits may differ from those of ``commit.py``."""
-    full = programs > FEW_PROGRAMS and columns == 1 and record[2].ndim == 4 and state.dtype == torch.bfloat16
-    return full and _fits_async(window, record, state)
+    suited = columns == 1 and record[2].ndim == 4 and state.dtype == torch.bfloat16 and _fits_async(window, record, state)
+    # Last, so that a tracer's symbolic batch is not asked.
+    return suited and programs > FEW_PROGRAMS
 
 
 def _fits_async(window: int, activations: tuple[Tensor, ...], state: Tensor) -> bool:
