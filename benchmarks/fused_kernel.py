@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.inputs import Inputs
-from recoverssm_ops.triton import launch
+from recoverssm_ops.triton import configs, launch
 from recoverssm_ops.triton.commit import advanced, decayed_keys, load_state
 from recoverssm_ops.triton.gates import gate_parameters
 from recoverssm_ops.triton.products import cut
@@ -130,6 +130,6 @@ def fused_verify(
         q, next_k, v, next_g, beta, u, k, g, accepted, state, window.slots, window.A_log, window.dt_bias, o, next_u,
         pad_slot_id, HV // H, K, V, T, tile["TP"], tile["BK"],
         BLOCK_V=triton.next_power_of_2(V), SCALE=window.scale, LOWER_BOUND=bound, FACTORED=factored,
-        SHIFT=launch._shift(bound, T) if factored else 0, PIECES=tile["PIECES"], **config,
+        SHIFT=configs.shift(bound, T) if factored else 0, PIECES=tile["PIECES"], **config,
     )  # fmt: skip
     return o, next_u

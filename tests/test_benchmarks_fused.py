@@ -23,7 +23,7 @@ from benchmarks.inputs import Inputs
 from benchmarks.launch_sweep import Figures
 from benchmarks.shapes import Shape
 from recoverssm_ops.reference import recurrence
-from recoverssm_ops.triton.launch import commit_config
+from recoverssm_ops.triton.configs import commit_config
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ONE_CONFIG = ("--block-v", "16", "--warps", "1", "--stages", "1")

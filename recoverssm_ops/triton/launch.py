@@ -5,7 +5,6 @@ activations that are not contiguous in their last axis are copied, never a pool.
 """
 
 import contextlib
-import math
 
 import torch
 import triton
@@ -14,96 +13,19 @@ from triton.runtime import JITFunction
 
 from recoverssm_ops.triton.commit import commit_kernel
 from recoverssm_ops.triton.commit_async import commit_async_kernel
+from recoverssm_ops.triton.configs import (
+    FEW_PROGRAMS,
+    commit_async_config,
+    commit_config,
+    shift,
+    verify_async_config,
+    verify_config,
+)
 from recoverssm_ops.triton.verify import verify_kernel
 from recoverssm_ops.triton.verify_async import verify_async_kernel
 
-# No more programs than this: less than one for each multiprocessor of a large GPU.
-FEW_PROGRAMS = 96
-# Triton 3.8 keeps more of a loop's operands in registers: one warp of tf32 pieces would spill.
-KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 # exp(-G) of the factored couplings stays below e^80, and its product with a unit vector finite in float32.
 MAX_FACTORED_EXPONENT = 80.0
-
-
-def verify_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes, warps and stages of the verify kernel for ``programs`` pairs of row and value head.
-
-    A program is a long chain of dependent steps. Where there are many, the fewest warps that hold it in registers make the most
-    chains run at once; where the GPU is not full, more warps shorten the one there is.
-    """
-    TP = max(8, triton.next_power_of_2(window))
-    BK = max(16, triton.next_power_of_2(key_dim))
-    PART = max(16, triton.next_power_of_2(value_dim))
-    pieces, large = _pieces(state_dtype), TP * BK > 2048
-    few = programs <= FEW_PROGRAMS and not large
-    warps = max(1, min(8, TP * BK // 1024))
-    rows = 32 if pieces and warps * 1024 >= TP * BK else 16
-    if few:
-        warps = min(8, (4 if pieces else 8) * warps)
-        rows = 128 // warps
-    elif not pieces and KEEPS_OPERANDS:
-        warps, rows = 2 * warps, 8
-    stages = 1 if few or large else 2
-    BV = min(rows * warps, PART, _most_rows(BK * state_dtype.itemsize, 1 if few else 2))
-    return {"TP": TP, "BK": BK, "BV": BV, "PIECES": pieces, "STAGES": stages, "num_warps": min(8, warps)}
-
-
-def verify_async_config(programs: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
-    """The same for the kernel of ``verify_async.py``.
-
-    How many of its programs run at once decides, so registers and shared memory are rationed: eight programs of two warps on a
-    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where the GPU is not full, four warps shorten one.
-    """
-    BK = max(64, triton.next_power_of_2(key_dim))
-    pieces = _pieces(state_dtype)
-    few = programs <= FEW_PROGRAMS and value_dim % 64 == 0
-    warps = 4 if few else 2
-    return {
-        "BK": BK, "PIECES": pieces, "PART": min(BK, 64 if few else 128 if pieces else 32), "HOLD": not (few and pieces),
-        "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
-        "num_warps": warps, "maxnreg": 255 if few else 128 if pieces else 200,
-    }  # fmt: skip
-
-
-def commit_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes, warps and stages of the commit kernel for ``programs`` pairs of row and value head.
-
-    By the rules of :func:`verify_config`; where there are few, programs share out a head's values, ``PART`` to each.
-    """
-    TP = max(8, triton.next_power_of_2(window))
-    BK = max(16, triton.next_power_of_2(key_dim))
-    PART = max(16, triton.next_power_of_2(value_dim))
-    few = programs <= FEW_PROGRAMS
-    warps = max(1, min(8, TP * BK // 1024)) * (2 if few or state_dtype.itemsize == 4 else 1)
-    BV = min(16 * warps, PART, _most_rows(BK * state_dtype.itemsize, 2))
-    if few:
-        BV = PART = 16
-    return {
-        "TP": TP, "BK": BK, "BV": BV, "PART": PART, "PIECES": _pieces(state_dtype), "STAGES": 1 if few else 2,
-        "num_warps": min(8, warps),
-    }  # fmt: skip
-
-
-def commit_async_config(key_dim: int, value_dim: int) -> dict[str, int]:
-    """The same for the kernel of ``commit_async.py``: seven programs of two warps on a multiprocessor of Hopper."""
-    BK = max(64, triton.next_power_of_2(key_dim))
-    return {"BK": BK, "BUFFERS": min(value_dim // 32, 2), "num_warps": 2, "maxnreg": 128}
-
-
-def _shift(lower_bound: float, window: int) -> int:
-    """Powers of two by which to move ``exp(G)`` up and ``exp(-G)`` down: half their range, where that is wide."""
-    exponent = -lower_bound * window
-    return round(exponent * math.log2(math.e) / 2) if exponent > 50 else 0
-
-
-def _most_rows(row_bytes: int, stages: int) -> int:
-    """Rows of state in a tile: a block of the smaller GPUs has 99 KiB of shared memory, and most of it is needed elsewhere."""
-    return max(16, (65536 if stages == 1 else 16384) // row_bytes)
-
-
-def _pieces(state_dtype: torch.dtype) -> int:
-    """How finely products are cut (``products.py``): a bf16 pool rounds to 8 bits what 16 bits have been computed of."""
-    return 2 if state_dtype == torch.bfloat16 else 0
 
 
 def verify(
@@ -164,7 +86,7 @@ def verify(
     arguments += beta.stride()
     options = {
         "H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "T": window, "SCALE": scale, "LOWER_BOUND": lower_bound,
-        "BLOCK_V": triton.next_power_of_2(value_dim), "SHIFT": _shift(lower_bound, window) if factored else 0,
+        "BLOCK_V": triton.next_power_of_2(value_dim), "SHIFT": shift(lower_bound, window) if factored else 0,
         "USE_SIGMOID": use_beta_sigmoid_in_kernel, "NEG_EIGVAL": allow_neg_eigval,
     }  # fmt: skip
     with _on_device(state):
@@ -321,7 +243,9 @@ def commits_async(
     programs: int, columns: int, window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor
 ) -> bool:
     """Whether a layer is committed by ``commit_async.py``: its bits may differ from those of ``commit.py``."""
-    suited = columns == 1 and record[2].ndim == 4 and state.dtype == torch.bfloat16 and _fits_async(window, record, state)
+    suited = (
+        columns == 1 and record[2].ndim == 4 and state.dtype == torch.bfloat16 and _fits_async(window, record, state)
+    )
     # Last, so that a tracer's symbolic batch is not asked.
     return suited and programs > FEW_PROGRAMS
 

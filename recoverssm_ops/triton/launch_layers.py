@@ -8,7 +8,8 @@ from torch import Tensor
 from recoverssm_ops.triton import launch
 from recoverssm_ops.triton.address_table import address_table, aligned_kinds
 from recoverssm_ops.triton.commit_async import commit_layers_async_kernel
-from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous, _on_device, commit_config
+from recoverssm_ops.triton.configs import commit_config
+from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous, _on_device
 from recoverssm_ops.triton.launch_conv import conv_config
 from recoverssm_ops.triton.layers import commit_layers_kernel, conv_commit_layers_kernel
 
