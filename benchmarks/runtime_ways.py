@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.step_ways import REWRITTEN, Setting, compile_step, synchronize
+from benchmarks.step_ways import REWRITTEN, Setting, compile_step, pass_of, synchronize
 from compile_passes import export_step
 from models.model import KDAForCausalLM
 
@@ -66,7 +66,7 @@ def prepare_on_disk(way: str, setting: Setting, batch: int, directory: Path) -> 
     try:
         step, inputs = setting.step(setting.model(), batch), setting.inputs(batch)
         if way == COMPILED:
-            compile_step(REWRITTEN, step)(*inputs)
+            compile_step(step, pass_of(REWRITTEN))(*inputs)
             synchronize(setting.device)
         else:
             exported = export_step(step, inputs, **_FORMS[way])
@@ -121,7 +121,7 @@ def load(way: str, setting: Setting, model: KDAForCausalLM, batch: int, director
     step = setting.step(model, batch)
     pools = dict(step.pools.named_buffers(prefix="pools"))
     if way == COMPILED:
-        return Way(way, compile_step(REWRITTEN, step), pools)
+        return Way(way, compile_step(step, pass_of(REWRITTEN)), pools)
     package = torch._inductor.aoti_load_package(str(directory / way / "step.aoti.pt2"), run_single_threaded=True)
     tensors = dict(step.named_parameters()) | dict(step.named_buffers())
     names = package.get_constant_fqns()

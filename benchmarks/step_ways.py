@@ -38,9 +38,9 @@ class Setting:
     state_dtype: str
     device: str
     accepted: float | None
-    ways: tuple[str, ...]
-    cudagraphs: bool
-    samples: int
+    ways: tuple[str, ...] = ()
+    cudagraphs: bool = False
+    samples: int = 50
 
     @property
     def window(self) -> int:
