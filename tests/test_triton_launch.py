@@ -1,0 +1,81 @@
+"""Which kernel a launcher takes, without a GPU: the Gluon kernels where they are suited, the Triton kernels for all else."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("under the interpreter nothing is launched", allow_module_level=True)
+
+from benchmarks import kernel_variants as variants
+from benchmarks.compilation import only_launch
+from recoverssm_ops.triton import launch
+
+
+def kernel(call) -> str:
+    return only_launch(call).kernel.__name__
+
+
+@pytest.mark.parametrize("pool", ("bf16", "fp16", "fp32"))
+@pytest.mark.parametrize(
+    "setting",
+    (
+        {},
+        {"T": 1},
+        {"packed": True},
+        {"K": 64, "V": 32},
+        {"K": 112, "V": 160},
+        {"data": "fp32"},
+        {"groups": 4},
+        {"heads": 2},
+    ),
+    ids=str,
+)
+def test_verify_takes_the_gluon_kernel(pool, setting):
+    assert kernel(variants.verify(pool, **setting)) == "verify_async_kernel"
+
+
+UNSUITED = {
+    "long window": {"T": 9},
+    "wide head": {"K": 256},
+    "odd key dimension": {"K": 40},
+    "odd value dimension": {"V": 40},
+    "pool not aligned to 16 bytes": {"aligned": False},
+    "unbounded gate": {"bounded": False},
+    "scalar gate": {"scalar_gate": True},
+}
+
+
+@pytest.mark.parametrize("setting", UNSUITED.values(), ids=UNSUITED)
+def test_verify_takes_the_triton_kernel(setting):
+    assert kernel(variants.verify("bf16", **setting)) == "verify_kernel"
+
+
+def test_rows_of_the_pool_that_are_not_contiguous_take_the_triton_kernel():
+    state = torch.empty(3, 8, 32, 64)[..., :32]
+    assert not launch._fits_async(8, (torch.empty(1, 8, 8, 32),), state)
+    assert launch._fits_async(8, (torch.empty(1, 8, 8, 32),), state.contiguous())
+
+
+@pytest.mark.parametrize("setting", ({}, {"T": 1}, {"packed": True}, {"bounded": False}, {"K": 96, "V": 96}), ids=str)
+def test_commit_takes_the_gluon_kernel(setting):
+    """And so does the commit of all layers, whose bits are those of one launch a layer."""
+    assert kernel(variants.commit("bf16", **setting)) == "commit_async_kernel"
+    assert kernel(variants.commit_layers("bf16", layers=2, **setting)) == "commit_layers_async_kernel"
+
+
+@pytest.mark.parametrize("setting", ({"T": 9}, {"K": 256}, {"V": 40}, {"columns": 2}, {"scalar_gate": True}), ids=str)
+def test_commit_takes_the_triton_kernel(setting):
+    assert kernel(variants.commit("bf16", **setting)) == "commit_kernel"
+    assert kernel(variants.commit_layers("bf16", layers=2, **setting)) == "commit_layers_kernel"
+
+
+@pytest.mark.parametrize("pool", ("fp16", "fp32"))
+def test_commit_of_other_pools_takes_the_triton_kernel(pool):
+    assert kernel(variants.commit(pool)) == "commit_kernel"
+
+
+def test_commit_of_few_programs_takes_the_triton_kernel():
+    assert kernel(variants.commit("bf16", heads=variants.FEW_HEADS)) == "commit_kernel"
