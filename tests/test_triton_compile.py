@@ -1,6 +1,7 @@
 """What the compiled kernels must not hold; registers, shared memory and spills are pinned in test_compile_table.py."""
 
 import os
+import re
 
 import pytest
 
@@ -69,3 +70,18 @@ def test_settings_reach_the_compiled_kernel():
     }
     assert all(compiled.ptx != plain.ptx for compiled in other.values())
     assert plain.ptx.count("ld.global.v4") > 0
+
+
+@pytest.mark.parametrize("heads", (kernel_variants.HEADS, kernel_variants.FEW_HEADS))
+def test_element_t_i_of_the_couplings_is_in_lane_4_t_plus_i_over_2(heads):
+    """``verify_async.eliminate`` exchanges by lane number what the compiler laid out; every warp holds a copy."""
+    launch = compilation.only_launch(kernel_variants.verify("bf16", K=64, V=64, heads=heads))
+    ttgir = compilation.compile_launch(launch, 90).ttgir
+    operand = r"tensor<8x4xf32, #ttg.slice<\{dim = 2, parent = (#\w+)\}>>"
+    exchanges = [line for line in ttgir.splitlines() if '"shfl.sync.idx' in line]
+    layouts = {layout for line in exchanges for layout in re.findall(operand, line)}
+    assert len(exchanges) == 4 * 8 and len(layouts) == 1
+    (definition,) = (line for line in ttgir.splitlines() if line.startswith(f"{layouts.pop()} ="))
+    lanes, warps = (re.search(rf"{name} = (\[\[.*?\]\])", definition).group(1) for name in ("lane", "warp"))
+    assert lanes == "[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]"
+    assert set(re.findall(r"\d", warps)) == {"0"}
