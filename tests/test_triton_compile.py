@@ -79,9 +79,9 @@ def test_element_t_i_of_the_couplings_is_in_lane_4_t_plus_i_over_2(heads):
     ttgir = compilation.compile_launch(launch, 90).ttgir
     operand = r"tensor<8x4xf32, #ttg.slice<\{dim = 2, parent = (#\w+)\}>>"
     exchanges = [line for line in ttgir.splitlines() if '"shfl.sync.idx' in line]
-    layouts = {layout for line in exchanges for layout in re.findall(operand, line)}
-    assert len(exchanges) == 4 * 8 and len(layouts) == 1
-    (definition,) = (line for line in ttgir.splitlines() if line.startswith(f"{layouts.pop()} ="))
+    (layout,) = {layout for line in exchanges for layout in re.findall(operand, line)}
+    (definition,) = (line for line in ttgir.splitlines() if line.startswith(f"{layout} ="))
+    assert len(exchanges) == 4 * 8
     lanes, warps = (re.search(rf"{name} = (\[\[.*?\]\])", definition).group(1) for name in ("lane", "warp"))
     assert lanes == "[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]"
     assert set(re.findall(r"\d", warps)) == {"0"}
