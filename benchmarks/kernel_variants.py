@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from recoverssm_ops.triton import launch, launch_conv, launch_layers
+from recoverssm_ops.triton import configs, launch, launch_conv, launch_layers
 
 # Enough programs for the launchers to take the GPU as full, unless a variant has fewer heads.
 BATCH, HEADS, SLOTS = 16, 8, 3
-FEW_HEADS = launch.FEW_PROGRAMS // BATCH
+FEW_HEADS = configs.FEW_PROGRAMS // BATCH
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Launching = Callable[[], object]

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import recoverssm_ops as rs
+from recoverssm_ops.triton import configs
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -29,6 +30,13 @@ DTYPES = {
 @pytest.mark.parametrize("case", checks.CASES, ids=lambda case: case.name)
 def test_parity(case, dtypes):
     checks.parity(case, "cuda", *dtypes)
+
+
+@pytest.mark.parametrize("case", checks.CASES, ids=lambda case: case.name)
+def test_parity_of_a_full_gpu(case, monkeypatch):
+    """The bits of one launch a layer, by the kernels that many programs get."""
+    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    checks.parity(case, "cuda", *DTYPES["bf16"])
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import kernel_checks as checks
 from kernel_cases import CASES, Case, bits, build, check_states, check_verify
 
-from recoverssm_ops.triton import launch
+from recoverssm_ops.triton import configs, launch
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -28,6 +28,23 @@ BIG = Case("big", 8, K=128, V=128, H=4, HV=4, batch=96)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_parity(case, dtypes):
     checks.parity(case, "cuda", *dtypes)
+
+
+@pytest.fixture
+def full_gpu(monkeypatch):
+    """What launchers choose where there are many programs, for cases that have few."""
+    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+
+
+@pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("case", [case for case in CASES if case.T <= 8], ids=lambda case: case.name)
+def test_parity_of_a_full_gpu(case, pool, full_gpu):
+    checks.parity(case, "cuda", torch.bfloat16, pool)
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+def test_behaviour_of_a_full_gpu(check, full_gpu):
+    check("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16, torch.float16), ids=("fp32", "bf16", "fp16"))

@@ -18,6 +18,7 @@ from compile_passes.reading.algebra import Product
 from compile_passes.reading.index_notation import Axis, Element, dtype, readers
 from compile_passes.replacing.emit import Values, insert_after, integer_leaves, lift, settle
 from compile_passes.replacing.operands import FLOATS
+from compile_passes.replacing.unread import drop_unread
 
 
 class ConvolutionReplacement:
@@ -79,7 +80,7 @@ class ConvolutionReplacement:
         refresh(graph, y)
         self._replace(graph, self.update.node, self._commit(graph, x, rows))
         for node in (self.convolution.node, self.update.node):
-            _drop(graph, node)
+            drop_unread(graph, [node])
         if not all(node._erased for node in self.interior):
             raise AssertionError(f"the joined inputs are still used after the rewrite: {self.sequence.joins[0].name}")
 
@@ -170,17 +171,3 @@ def _accepted(values: Values, count: Count, batch: Axis | None, x: Tensor) -> Te
     # A position may also be counted from the end.
     position = torch.remainder(total, count.size)
     return position + count.shift if count.shift else position
-
-
-def _drop(graph: Graph, node: Node) -> None:
-    """A node that nothing reads any more, and what only it read."""
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        if node._erased or node.op != "call_function" or node.is_impure() or readers(node):
-            continue
-        for assertion in list(node.users):
-            graph.erase_node(assertion)
-        sources = node.all_input_nodes
-        graph.erase_node(node)
-        todo += sources

@@ -14,10 +14,11 @@ from torch.fx import Node
 
 import recoverssm_ops.layers_ops as layers_ops
 import recoverssm_ops.ops as ops
-from compile_passes.exporting.graph import ExportError, StepGraph, ancestors, descendants
+from compile_passes.exporting.graph import ExportError, StepGraph
 from compile_passes.exporting.writes import Write, as_write
 from compile_passes.reading.index_notation import aten, prims
 from compile_passes.reading.joins import STACKS
+from compile_passes.reading.reach import ancestors, descendants
 from compile_passes.reading.selections import SELECTIONS
 from compile_passes.reading.views import VIEWS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,23 +107,3 @@ def _examples(program: ExportedProgram) -> dict[str, object]:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     return {spec.arg.name: leaf for spec, leaf in zip(specs, leaves, strict=True)}
-
-
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes themselves and everything that they are computed from."""
-    found, todo = set(), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
-
-
-def descendants(start: Node) -> set[Node]:
-    """The node itself and everything that is computed from it."""
-    found = {start}
-    for node in start.graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import recoverssm_ops.ops as ops
 from compile_passes.reading.index_notation import aten
+from compile_passes.reading.reach import ancestors
 from compile_passes.splitting.joint_graph import Traced
 
 COMMIT_ARGUMENTS = [a.name for a in ops.kda_commit._schema.arguments if a.name != "state"]
@@ -52,16 +53,6 @@ def cut(traced: Traced, records: Iterable[Node]) -> tuple[Half, Half]:
     in_order = sorted(second - first, key=order.get)
     two = Half(module_of(traced.graph, inputs, in_order, results, second_writes), inputs, results)
     return one, two
-
-
-def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
-    found, todo = set(), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [] if node in stop else node.all_input_nodes
-    return found
 
 
 def module_of(joint: Graph, inputs: list[Node], nodes: list[Node], outputs: list[Node], writes: list) -> GraphModule:

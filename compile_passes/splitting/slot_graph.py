@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 import recoverssm_ops.ops as ops
 from compile_passes.matching.slot_pools import SlotPool, Table
 from compile_passes.reading.index_notation import aten
+from compile_passes.reading.reach import ancestors
 from compile_passes.replacing.emit import Values, fake_mode, insert, insert_after, integer_leaves, settle
 from compile_passes.replacing.replace import functional_commit
 from compile_passes.replacing.unread import drop_unread
@@ -209,10 +210,4 @@ def _buffer(graph: Graph, pool: Node, like: Node | None, tokens: int, name: str)
 
 def _sources(nodes: list[Node]) -> list[Node]:
     """The placeholders that nodes are computed from."""
-    found, todo = set(), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return sorted(n for n in found if n.op == "placeholder")
+    return sorted(n for n in ancestors(nodes) if n.op == "placeholder")

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_passes.matching.slot_pools import MAX_COLUMNS, SlotPool, find_slot_pools
+from compile_passes.reading.reach import ancestors
 from compile_passes.replacing.dedupe import dedupe_integers
 from compile_passes.replacing.unroll import unroll_loops
 from compile_passes.reporting.report import Report
 from compile_passes.rewrite import rewrite
-from compile_passes.splitting.cut_graph import ancestors, module_of
+from compile_passes.splitting.cut_graph import module_of
 from compile_passes.splitting.inputs import Inputs, number
 from compile_passes.splitting.joint_graph import Call, rebuild
 from compile_passes.splitting.slot_graph import NO_SLOT, SlotLayer, add_record, keep_first, kept, rewritten_commit

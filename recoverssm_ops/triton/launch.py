@@ -11,10 +11,10 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from recoverssm_ops.triton import configs
 from recoverssm_ops.triton.commit import commit_kernel
 from recoverssm_ops.triton.commit_async import commit_async_kernel
 from recoverssm_ops.triton.configs import (
-    FEW_PROGRAMS,
     commit_async_config,
     commit_config,
     shift,
@@ -247,7 +247,7 @@ def commits_async(
         columns == 1 and record[2].ndim == 4 and state.dtype == torch.bfloat16 and _fits_async(window, record, state)
     )
     # Last, so that a tracer's symbolic batch is not asked.
-    return suited and programs > FEW_PROGRAMS
+    return suited and programs > configs.FEW_PROGRAMS
 
 
 def _fits_async(window: int, activations: tuple[Tensor, ...], state: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from recoverssm_ops import conv_ops, ops
-from recoverssm_ops.triton import launch, launch_conv
+from recoverssm_ops.triton import configs, launch, launch_conv
 
 _POOLS = ("state", "conv_state")
 _CONFIGURATIONS = ("verify_config", "commit_config")
@@ -52,7 +52,7 @@ def _by_example(configuration: Callable[..., dict[str, int]]) -> Callable[..., d
     def of_the_example(programs: int | torch.SymInt, *sizes: object) -> dict[str, int]:
         if isinstance(programs, torch.SymInt):
             hint = programs.node.hint
-            programs = launch.FEW_PROGRAMS + 1 if hint is None else hint  # unbacked: no example says how many
+            programs = configs.FEW_PROGRAMS + 1 if hint is None else hint  # unbacked: no example says how many
         return configuration(programs, *sizes)
 
     return of_the_example
