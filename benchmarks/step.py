@@ -36,7 +36,7 @@ from benchmarks.reporting import (
     progress_over,
     write_json,
 )
-from benchmarks.step_ways import DTYPES, KEPT, MERGED, REWRITTEN, UNTOUCHED, Setting
+from benchmarks.step_ways import DTYPES, KEPT, MERGED, REWRITTEN, SEPARATE, UNTOUCHED, Setting
 from benchmarks.step_workers import in_processes, in_this_process
 from compile_passes.reporting.report import readable
 from models.config import PRESETS
@@ -54,7 +54,9 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="weights and activations")
     parser.add_argument("--state-dtype", choices=DTYPES, default="fp32", help="recurrent pools")
     parser.add_argument(
-        "--merge-layers", action="store_true", help="a further way: commits of all layers in one launch"
+        "--merge-layers",
+        action=argparse.BooleanOptionalAction,
+        help="a further way: commits of all layers in one launch, or not (the pass does it on CUDA)",
     )
     parser.add_argument(
         "--keep-convolutions", action="store_true", help="a further way: short convolutions are left to Inductor"
@@ -133,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     console, started, about = console_for_tables(), time.perf_counter(), machine(arguments.device)
     names = ("drafts", "dtype", "state_dtype", "device", "accepted", "cudagraphs", "samples")
-    ways = (UNTOUCHED, REWRITTEN, *[MERGED] * arguments.merge_layers, *[KEPT] * arguments.keep_convolutions)
+    merging = {None: (), True: (MERGED,), False: (SEPARATE,)}[arguments.merge_layers]
+    ways = (UNTOUCHED, REWRITTEN, *merging, *[KEPT] * arguments.keep_convolutions)
     setting = Setting(PRESETS[arguments.preset], ways=ways, **{name: getattr(arguments, name) for name in names})
     batches, figures = arguments.batch, []
     events = in_processes(setting, batches, arguments.jobs) if arguments.jobs > 1 else in_this_process(setting, batches)

@@ -23,8 +23,11 @@ from models.speculation import SpeculativeStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNTOUCHED, REWRITTEN = "untouched", "rewritten"
-MERGED, KEPT = "rewritten, merged commits", "rewritten, but not convolutions"
-PASS_OPTIONS = {REWRITTEN: {}, MERGED: {"merge_layers": True}, KEPT: {"convolutions": False}}
+MERGED, SEPARATE = "rewritten, merged commits", "rewritten, a commit a layer"
+KEPT = "rewritten, but not convolutions"
+PASS_OPTIONS = {
+    REWRITTEN: {}, MERGED: {"merge_layers": True}, SEPARATE: {"merge_layers": False}, KEPT: {"convolutions": False},
+}  # fmt: skip
 LAUNCHED, CAPTURED = "launched", "captured"
 
 

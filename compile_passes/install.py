@@ -14,7 +14,7 @@ SLOT = "post_grad_custom_pre_pass"
 
 @contextmanager
 def recoverssm_passes(
-    *, merge_layers: bool = False, check: bool = False, convolutions: bool | None = None
+    *, merge_layers: bool | None = None, check: bool = False, convolutions: bool | None = None
 ) -> Iterator[RecoverSSMPass]:
     """Append :class:`RecoverSSMPass` to the post-grad passes, and restore the configuration afterwards.
 

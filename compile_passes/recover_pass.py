@@ -35,8 +35,8 @@ class RecoverSSMPass(CustomGraphPass):
 
     Args:
         then: a pass that was installed in the same slot; it runs first. (A slot holds one pass before torch 2.13.)
-        merge_layers: commit all layers that are alike in one launch. Off until a rewritten step has run
-            with it on a GPU.
+        merge_layers: commit all layers that are alike in one launch. None (default): where the pools are on CUDA; a CPU gains
+            nothing by it.
         convolutions: put the operators in the place of short convolutions and their histories' updates, too. None: where the
             pools are on CUDA; on the CPU the compiler's own code is faster.
         check: compare every rewritten layer and convolution with the original, on random inputs in float64 on the CPU, and
@@ -48,7 +48,7 @@ class RecoverSSMPass(CustomGraphPass):
         self,
         then: object = None,
         *,
-        merge_layers: bool = False,
+        merge_layers: bool | None = None,
         check: bool = False,
         convolutions: bool | None = None,
     ):

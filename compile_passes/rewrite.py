@@ -30,7 +30,7 @@ Around = Callable[[Replacement], AbstractContextManager]
 def rewrite(
     graph: Graph,
     *,
-    merge_layers: bool = False,
+    merge_layers: bool | None = False,
     check: bool = False,
     convolutions: bool | None = None,
     around: Around = nullcontext,
@@ -40,7 +40,7 @@ def rewrite(
     Args:
         graph: as in Inductor's ``post_grad_custom_pre_pass``, or of an ExportedProgram after ``run_decompositions()``.
             Nodes carry fake values in ``meta["val"]``.
-        merge_layers: commit all layers that are alike in one launch (``merge_commits.py``).
+        merge_layers: commit all layers that are alike in one launch (``merge_commits.py``); None: where pools are on CUDA.
         check: compare every rewritten layer with the original on random inputs in float64 (``check.py``).
         convolutions: replace short convolutions and their histories' updates too; None: those whose pools are on CUDA.
         around: ``around(replacement)`` is a context in which that layer is edited.
@@ -77,8 +77,8 @@ def rewrite(
         log_convolution(convolution)
     if report.matched or report.convolutions_replaced:
         dedupe_integers(graph)
-        if merge_layers:
-            merge_commits(graph)
+        if merge_layers or merge_layers is None:
+            merge_commits(graph, "cuda" if merge_layers is None else None)
         graph.lint()
     return report
 

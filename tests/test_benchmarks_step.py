@@ -64,7 +64,12 @@ def test_ways_are_what_they_say(way):
         compiled = step_ways.compile_step(s.step(s.model(), 2), recover)
         _, (code,) = run_and_get_code(compiled, *s.inputs(2))
     calls = {name: code.count(f"torch.ops.recoverssm.{name}.default(") for name in ("kda_commit", "kda_commit_layers")}
-    expected = {step_ways.UNTOUCHED: (0, 0), step_ways.REWRITTEN: (2, 0), step_ways.MERGED: (0, 1)}
+    expected = {
+        step_ways.UNTOUCHED: (0, 0),
+        step_ways.REWRITTEN: (2, 0),
+        step_ways.MERGED: (0, 1),
+        step_ways.SEPARATE: (2, 0),
+    }
     assert tuple(calls.values()) == expected[way]
     # The pass is asked even where Inductor's caches hold the graph, or there would be no report of it.
     torch.compiler.reset()

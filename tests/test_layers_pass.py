@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from compile_passes import RecoverSSMPass
 from compile_passes.backend import recoverssm
 from compile_passes.recover_pass import check_views
+from compile_passes.replacing.merge_commits import merge_commits
 from recoverssm_ops import layers_ops, ops
 
 FORMS = {"auto_functionalized_v2": auto_functionalized_v2, "auto_functionalized": auto_functionalized}
@@ -240,6 +241,16 @@ def test_b23_compiled_code_copies_no_pool(form):
     assert "clone" not in code and "index_put" not in code
     slots = args[0][0].shape[0]
     assert not re.findall(rf"empty_strided\w*\(\({slots}, ", code)
+
+
+def test_by_default_commits_are_merged_where_pools_are_on_cuda():
+    s = Spelling(T=2, layers=2)
+    _, seen = run_rewritten(Step(s), *inputs(s), merge_layers=None)
+    single, merged = commits(seen.graph)
+    assert len(single) == 2 and not merged
+    assert merge_commits(seen.graph, "cuda") == 0 and merge_commits(seen.graph, "cpu") == 2
+    single, merged = commits(seen.graph)
+    assert not single and len(merged) == 1
 
 
 def test_symbolic_view_of_a_pool_is_refused():

@@ -64,9 +64,16 @@ MERGING = {
 FORMS = (auto_functionalized_v2, auto_functionalized)
 
 
-def merge_commits(graph: Graph) -> int:
-    """Merge the commits of layers that are alike, in place; returns how many commits became part of a merged one."""
+def merge_commits(graph: Graph, device_type: str | None = None) -> int:
+    """Merge the commits of layers that are alike, in place; returns how many commits became part of a merged one.
+
+    Args:
+        graph: a functional post-grad graph.
+        device_type: merge commits to pools of such a device alone.
+    """
     found = [(key, node) for node in graph.nodes if (key := _kind(node)) is not None]
+    if device_type is not None:
+        found = [(key, node) for key, node in found if _pool(node).meta["val"].device.type == device_type]
     found.sort(key=lambda item: str(item[0]))  # stable: of one kind, in the graph's order
     merged = 0
     for _, group in groupby(found, key=lambda item: item[0]):
