@@ -87,11 +87,11 @@ def test_attention_of_a_cuda_export():
     bias = torch.where(torch.rand(2, 1, 4, 7, generator=generator) < 0.3, -torch.inf, 0.0)
     bias[..., 0] = 0
     for options in ({}, {"scale": 0.3}):
-        o, *rest = recoverssm_ops.tensorrt._efficient(q, k, v, bias, False, **options)
+        o, *rest = recoverssm_ops.tensorrt_forms.efficient_attention(q, k, v, bias, False, **options)
         assert rest == [None] * 3
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, **options)
         torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
-    o = recoverssm_ops.tensorrt._efficient(k, k, v, None, False, 0.0, True)[0]
+    o = recoverssm_ops.tensorrt_forms.efficient_attention(k, k, v, None, False, 0.0, True)[0]
     expected = torch.nn.functional.scaled_dot_product_attention(k, k, v, is_causal=True)
     torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
 
