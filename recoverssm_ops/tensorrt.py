@@ -101,8 +101,8 @@ def _with_plugin(plugin: bool | None) -> bool:
 def _products(separate: bool | None, split: bool | None, options: dict) -> dict[str, bool]:
     unlisted = tensorrt_products.unlisted_gpu() if separate is None or split is None else False
     if split is None:
-        # A dry run has no engine that could be tried.
-        tried = unlisted and options["disable_tf32"] and not options.get("dryrun")
+        # A dry run has no engine that could be tried, nor has a machine without a GPU, where nothing else can be made.
+        tried = unlisted and options["disable_tf32"] and torch.cuda.is_available() and not options.get("dryrun")
         split = tried and tensorrt_products.products_round(torch.cuda.current_device())
     return {"separate_products": unlisted if separate is None else separate, "split_products": split}
 

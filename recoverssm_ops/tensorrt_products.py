@@ -1,8 +1,9 @@
 """Matrix products of a program for TensorRT-RTX on a GPU that its support matrix does not list, as the H200 (sm_90).
 
-TensorRT-RTX 1.4 lists compute capabilities 7.5, 8.6, 8.9 and 12.0, and builds engines for 8.0 and later. Two things go wrong
-elsewhere (tried on an H200): a product fused with the elementwise operations behind it (a residual, a cast) is compiled
-by cuDNN when the engine is loaded, and that fails; and float32 products are rounded to tf32 with tf32 switched off.
+TensorRT-RTX lists compute capabilities 7.5, 8.6, 8.9 and 12.x, and builds engines for 8.0 and later. Elsewhere two things go
+wrong (version 1.4 on an H200). A product and the operations behind it (a residual, a cast) are fused for cuDNN, which compiles
+when the engine is loaded: an engine with such fusions could not be, for cuDNN's compilation failed. And float32 products are
+rounded to tf32 although the engine says ``tf32=0``: rounding factors to the nearest tf32 number gives the very same errors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-LISTED = ((7, 5), (8, 6), (8, 9), (12, 0))
+LISTED = ((7, 5), (8, 6), (8, 9), (12, 0), (12, 1))
 _COMPOSITE = (torch.ops.aten.einsum.default, torch.ops.aten.matmul.default, torch.ops.aten.linear.default)
 # Which arguments are the factors.
 _FACTORS = {
@@ -38,7 +39,8 @@ def rewrite(program: ExportedProgram, *, separate: bool, split: bool) -> Exporte
         separate: read every product through a gather of all its rows, which no product is fused with. It costs little: the
             operations behind the gather are fused with that.
         split: float32 factors as sums of two, ``x = x0 + x1`` with x0 of 8 bits, and the product as ``x0 y0 + x0 y1 + x1 y0``
-            (one product, three times as long). tf32 keeps x0 and 11 bits of x1: the terms are right to 2^-17.
+            (one product, three times as long). tf32 keeps x0 and 11 bits of x1: the terms are right to 2^-17. An infinite
+            factor gives NaN.
     """
     graph = program.graph_module.graph
     for node in list(graph.nodes):
@@ -94,7 +96,9 @@ def unlisted_gpu() -> bool:
     """Whether this is TensorRT-RTX on a GPU that it does not list."""
     import torch_tensorrt
 
-    return torch_tensorrt.ENABLED_FEATURES.tensorrt_rtx and torch.cuda.get_device_capability() not in LISTED
+    # Releases that know no TensorRT-RTX have no such feature.
+    features = getattr(torch_tensorrt, "ENABLED_FEATURES", None)
+    return getattr(features, "tensorrt_rtx", False) and torch.cuda.get_device_capability() not in LISTED
 
 
 @functools.cache
