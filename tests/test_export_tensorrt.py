@@ -247,8 +247,8 @@ def test_a_gather_of_dynamic_sizes():
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", ["verify", "commit", "step"])
 def test_engine_equals_the_program(name, dynamic):
-    """Built and run. Products are float32 in another order, or in pieces, which costs a tenth of these bounds; tf32 costs ten of
-    them (``Tf32`` gives the errors that an H200 gave). Twice the sizes from one profile."""
+    """Built and run. Products are float32 in another order, or in pieces, which costs a tenth of these bounds; tf32 costs ten
+    of them (``Tf32`` gives the errors that an H200 gave). Twice the sizes from one profile."""
     exported = export_small(small_step().cuda(), functional=True, portable=True, dynamic=dynamic, device="cuda")
     program, ports = getattr(exported, name), exported.manifest.programs[name]
     engine = None
