@@ -11,68 +11,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from recoverssm_ops import ops, tensorrt_plugin
-from recoverssm_ops.decompositions import PURE, running_product, running_sum, without_mutation
-
-
-def _attention(query, key, value, bias=None, causal=False, scale=None) -> tuple[Tensor, None, None, None]:
-    """``softmax(scale q k^T + bias) v`` and nothing of what a backward pass would need."""
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
-    if bias is not None:
-        scores = scores + bias
-    return torch.softmax(scores, -1) @ value, None, None, None
+from recoverssm_ops import ops, tensorrt_plugin, tensorrt_products
+from recoverssm_ops.decompositions import PURE, without_mutation
+from recoverssm_ops.tensorrt_forms import UNCONVERTED
 
 
-def _efficient(query, key, value, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    return _attention(query, key, value, bias, is_causal, scale)
-
-
-def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    """By comparison with every place: as many products as the axis has places, which are few in a window's graph."""
-    dim %= x.ndim
-    if not any(isinstance(size, torch.SymInt) for size in (*x.shape, *index.shape)):
-        return NotImplemented  # TensorRT's own
-    pairs = [(a, b) for axis, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if axis != dim]
-    if not all(statically_known_true(a == b) for a, b in pairs):
-        return NotImplemented
-    places = torch.arange(x.shape[dim], device=x.device)
-    chosen = index.movedim(dim, -1).unsqueeze(-1) == places
-    rows = torch.where(chosen, x.movedim(dim, -1).unsqueeze(-2), 0)
-    return rows.sum(-1, dtype=x.dtype).movedim(-1, dim)
-
-
-# TensorRT-RTX has no converter for scans (tried on Torch-TensorRT 2.13), and none for the attention kernel that a CUDA export
-# picks where the queries are fewer than the keys (2.11), as those of a window are. Its converter of gather knows static sizes.
-_UNCONVERTED = {
-    torch.ops.aten.cumsum.default: running_sum,
-    torch.ops.aten.cumprod.default: running_product,
-    torch.ops.aten.gather.default: _gather,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient,
-}
-
-
-def lower(program: ExportedProgram, *, plugin: bool = False) -> ExportedProgram:
+def lower(
+    program: ExportedProgram, *, plugin: bool = False, separate_products: bool = False, split_products: bool = False
+) -> ExportedProgram:
     """The program with our operators, scans and attention as operations that TensorRT converts.
 
     Args:
         plugin: leave ``kda_verify`` as it is.
+        separate_products, split_products: as of :func:`compile`.
 
     Raises:
         ValueError: the program updates a pool in place. Torch-TensorRT would drop the update without a word (tried on
             2.13). Run the commit half in PyTorch, where it is one launch a layer, or export the functional form.
     """
-    table = {**PURE, **_UNCONVERTED}
+    table = {**PURE, **UNCONVERTED}
     if plugin:
         del table[ops.kda_verify]
-    return without_mutation(program, table, "a TensorRT engine")
+    rewritten = separate_products or split_products
+    if rewritten:
+        table |= tensorrt_products.decompositions()
+    lowered = without_mutation(program, table, "a TensorRT engine")
+    if rewritten:
+        tensorrt_products.rewrite(lowered, separate=separate_products, split=split_products)
+    return lowered
 
 
-def compile(program: ExportedProgram, inputs: Sequence[Tensor], *, plugin: bool | None = None, **options) -> nn.Module:
+def compile(
+    program: ExportedProgram,
+    inputs: Sequence[Tensor],
+    *,
+    plugin: bool | None = None,
+    separate_products: bool | None = None,
+    split_products: bool | None = None,
+    **options,
+) -> nn.Module:
     """``torch_tensorrt.dynamo.compile`` of the lowered program.
 
     Args:
@@ -81,6 +59,10 @@ def compile(program: ExportedProgram, inputs: Sequence[Tensor], *, plugin: bool 
             them from their least to their greatest value, and is best at the examples'.
         plugin: convert ``kda_verify``, where the program calls it (it was exported without ``portable=True``), to a quick
             plugin: our Triton kernel inside an engine that Python runs. None: where TensorRT has them. TensorRT-RTX has not.
+        separate_products: keep TensorRT from fusing matrix products with the operations behind them. None: with TensorRT-RTX on
+            a GPU that its support matrix does not list (an H200), where such an engine cannot be loaded.
+        split_products: float32 products as three of factors that tf32 holds, right to 2^-17 of the terms. None: where
+            TensorRT-RTX rounds to tf32 although it is told not to, which is tried on GPUs that it does not list.
         options: for ``torch_tensorrt.dynamo.compile``. ``min_block_size`` is 1 unless given, so that nothing small falls
             back to PyTorch. Keep ``disable_tf32=True`` unless a state with 11 bits is enough: tf32 is TensorRT's default.
 
@@ -96,8 +78,10 @@ def compile(program: ExportedProgram, inputs: Sequence[Tensor], *, plugin: bool 
         raise ImportError(
             "recoverssm_ops.tensorrt needs torch_tensorrt: pip install torch-tensorrt (or torch-tensorrt-rtx)"
         ) from error
-    lowered = lower(program, plugin=True) if _with_plugin(plugin) else portable
     options = {"min_block_size": 1, "disable_tf32": True, **options}
+    how = {"plugin": _with_plugin(plugin)}
+    how |= _products(separate_products, split_products, options)
+    lowered = lower(program, **how) if any(how.values()) else portable
     # Torch-TensorRT reads layouts off its example inputs, and knows dense ones alone; a record may be a view.
     dense = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
     return torch_tensorrt.dynamo.compile(lowered, arg_inputs=_with_profiles(lowered, dense), **options)
@@ -112,6 +96,15 @@ def _with_plugin(plugin: bool | None) -> bool:
         return False
     tensorrt_plugin.register()
     return found
+
+
+def _products(separate: bool | None, split: bool | None, options: dict) -> dict[str, bool]:
+    unlisted = tensorrt_products.unlisted_gpu() if separate is None or split is None else False
+    if split is None:
+        # A dry run has no engine that could be tried, nor has a machine without a GPU, where nothing else can be made.
+        tried = unlisted and options["disable_tf32"] and torch.cuda.is_available() and not options.get("dryrun")
+        split = tried and tensorrt_products.products_round(torch.cuda.current_device())
+    return {"separate_products": unlisted if separate is None else separate, "split_products": split}
 
 
 def _with_profiles(program: ExportedProgram, inputs: Sequence[object]) -> tuple:
