@@ -17,14 +17,12 @@ from recoverssm_ops.decompositions import PURE, without_mutation
 from recoverssm_ops.tensorrt_forms import UNCONVERTED
 
 
-def lower(
-    program: ExportedProgram, *, plugin: bool = False, separate_products: bool = False, split_products: bool = False
-) -> ExportedProgram:
+def lower(program: ExportedProgram, *, plugin: bool = False, split_products: bool = False) -> ExportedProgram:
     """The program with our operators, scans and attention as operations that TensorRT converts.
 
     Args:
         plugin: leave ``kda_verify`` as it is.
-        separate_products, split_products: as of :func:`compile`.
+        split_products: as of :func:`compile`.
 
     Raises:
         ValueError: the program updates a pool in place. Torch-TensorRT would drop the update without a word (tried on
@@ -33,13 +31,10 @@ def lower(
     table = {**PURE, **UNCONVERTED}
     if plugin:
         del table[ops.kda_verify]
-    rewritten = separate_products or split_products
-    if rewritten:
+    if split_products:
         table |= tensorrt_products.decompositions()
     lowered = without_mutation(program, table, "a TensorRT engine")
-    if rewritten:
-        tensorrt_products.rewrite(lowered, separate=separate_products, split=split_products)
-    return lowered
+    return tensorrt_products.split(lowered) if split_products else lowered
 
 
 def compile(
@@ -47,7 +42,6 @@ def compile(
     inputs: Sequence[Tensor],
     *,
     plugin: bool | None = None,
-    separate_products: bool | None = None,
     split_products: bool | None = None,
     **options,
 ) -> nn.Module:
@@ -59,8 +53,6 @@ def compile(
             them from their least to their greatest value, and is best at the examples'.
         plugin: convert ``kda_verify``, where the program calls it (it was exported without ``portable=True``), to a quick
             plugin: our Triton kernel inside an engine that Python runs. None: where TensorRT has them. TensorRT-RTX has not.
-        separate_products: keep TensorRT from fusing matrix products with the operations behind them. None: with TensorRT-RTX on
-            a GPU that its support matrix does not list (an H200), where such an engine cannot be loaded.
         split_products: float32 products as three of factors that tf32 holds, right to 2^-17 of the terms. None: where
             TensorRT-RTX rounds to tf32 although it is told not to, which is tried on GPUs that it does not list.
         options: for ``torch_tensorrt.dynamo.compile``. ``min_block_size`` is 1 unless given, so that nothing small falls
@@ -79,9 +71,10 @@ def compile(
             "recoverssm_ops.tensorrt needs torch_tensorrt: pip install torch-tensorrt (or torch-tensorrt-rtx)"
         ) from error
     options = {"min_block_size": 1, "disable_tf32": True, **options}
-    how = {"plugin": _with_plugin(plugin)}
-    how |= _products(separate_products, split_products, options)
-    lowered = lower(program, **how) if any(how.values()) else portable
+    if split_products is None:
+        split_products = _products_round(options)
+    plugin = _with_plugin(plugin)
+    lowered = lower(program, plugin=plugin, split_products=split_products) if plugin or split_products else portable
     # Torch-TensorRT reads layouts off its example inputs, and knows dense ones alone; a record may be a view.
     dense = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
     return torch_tensorrt.dynamo.compile(lowered, arg_inputs=_with_profiles(lowered, dense), **options)
@@ -98,13 +91,12 @@ def _with_plugin(plugin: bool | None) -> bool:
     return found
 
 
-def _products(separate: bool | None, split: bool | None, options: dict) -> dict[str, bool]:
-    unlisted = tensorrt_products.unlisted_gpu() if separate is None or split is None else False
-    if split is None:
-        # A dry run has no engine that could be tried, nor has a machine without a GPU, where nothing else can be made.
-        tried = unlisted and options["disable_tf32"] and torch.cuda.is_available() and not options.get("dryrun")
-        split = tried and tensorrt_products.products_round(torch.cuda.current_device())
-    return {"separate_products": unlisted if separate is None else separate, "split_products": split}
+def _products_round(options: dict) -> bool:
+    """Tried where an engine can be: not in a dry run, nor without a GPU."""
+    possible = options["disable_tf32"] and torch.cuda.is_available() and not options.get("dryrun")
+    return (
+        possible and tensorrt_products.unlisted_gpu() and tensorrt_products.products_round(torch.cuda.current_device())
+    )
 
 
 def _with_profiles(program: ExportedProgram, inputs: Sequence[object]) -> tuple:

@@ -1,9 +1,9 @@
-"""Matrix products of a program for TensorRT-RTX on a GPU that its support matrix does not list, as the H200 (sm_90).
+"""Float32 matrix products of a program in pieces that tf32 holds, for TensorRT-RTX where it rounds to tf32 unasked.
 
-TensorRT-RTX lists compute capabilities 7.5, 8.6, 8.9 and 12.x, and builds engines for 8.0 and later. Elsewhere two things go
-wrong (version 1.4 on an H200). A product and the operations behind it (a residual, a cast) are fused for cuDNN, which compiles
-when the engine is loaded: an engine with such fusions could not be, for cuDNN's compilation failed. And float32 products are
-rounded to tf32 although the engine says ``tf32=0``: rounding factors to the nearest tf32 number gives the very same errors.
+TensorRT-RTX lists compute capabilities 7.5, 8.6, 8.9 and 12.x. On an H200 (version 1.4) it rounds the factors of float32
+products to tf32 although the engine says ``tf32=0``: a product of 256 terms is off by 2^-13 of their sum, and rounding its
+factors to the nearest tf32 number gives the very same errors. ``NVIDIA_TF32_OVERRIDE=0`` is no remedy: no engine with such a
+product can be loaded then.
 """
 
 from __future__ import annotations
@@ -27,29 +27,21 @@ _FACTORS = {
 
 
 def decompositions() -> dict:
-    """Everything that is a matrix product, as one of the operators that :func:`rewrite` knows."""
+    """Everything that is a matrix product, as one of the operators that :func:`split` knows."""
     table = torch.export.default_decompositions()
     return {operator: table[operator] for operator in _COMPOSITE}
 
 
-def rewrite(program: ExportedProgram, *, separate: bool, split: bool) -> ExportedProgram:
-    """The program with its matrix products written for such a GPU, in place.
+def split(program: ExportedProgram) -> ExportedProgram:
+    """The program with float32 products in pieces, in place.
 
-    Args:
-        separate: read every product through a gather of all its rows, which no product is fused with. It costs little: the
-            operations behind the gather are fused with that.
-        split: float32 factors as sums of two, ``x = x0 + x1`` with x0 of 8 bits, and the product as ``x0 y0 + x0 y1 + x1 y0``
-            (one product, three times as long). tf32 keeps x0 and 11 bits of x1: the terms are right to 2^-17. An infinite
-            factor gives NaN.
+    Factors are sums of two, ``x = x0 + x1`` with x0 of 8 bits, and the product is ``x0 y0 + x0 y1 + x1 y0`` (one product, three
+    times as long). tf32 keeps x0 and 11 bits of x1: the terms are right to 2^-17. An infinite factor gives NaN.
     """
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if node.target not in _FACTORS:
-            continue
-        if split and node.meta["val"].dtype == torch.float32:
+        if node.target in _FACTORS and node.meta["val"].dtype == torch.float32:
             _in_pieces(graph, node)
-        if separate:
-            _read_apart(graph, node)
     graph.lint()
     program.graph_module.recompile()
     return program
@@ -71,25 +63,6 @@ def _halves(graph: Graph, x: Node) -> tuple[Node, Node]:
 
     high = cast(cast(x, torch.bfloat16), torch.float32)
     return high, graph.call_function(torch.ops.aten.sub.Tensor, (x, high))
-
-
-def _read_apart(graph: Graph, node: Node) -> None:
-    # A result of the program is not fused with anything, and its name is in the program's signature.
-    users = [user for user in node.users if user.op != "output"]
-    if not users:
-        return
-    with graph.inserting_after(node):
-        size = node.meta["val"].shape[0]
-        if isinstance(size, torch.SymInt):
-            size = graph.call_function(torch.ops.aten.sym_size.int, (node, 0))
-    with graph.inserting_after(size if isinstance(size, Node) else node):
-        rows = graph.call_function(torch.ops.aten.arange.default, (size,), {"device": node.meta["val"].device})
-    with graph.inserting_after(rows):
-        read = graph.call_function(torch.ops.aten.index_select.default, (node, 0, rows))
-    for user in users:
-        user.replace_input_with(node, read)
-    if isinstance(size, Node):
-        size.args = (node, 0)
 
 
 def unlisted_gpu() -> bool:
