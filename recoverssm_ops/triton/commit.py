@@ -70,7 +70,7 @@ def decayed_keys(
         decay = exp(log_decay(raw, rate, bias[None, :], LOWER_BOUND, USE_GATE, EXACT), EXACT)
         decay = tl.cumprod(tl.where(behind[:, None], decay, 1.0), 0, reverse=True)
         whole = tl.sum(tl.where((r == 0)[:, None], decay, 0.0), 0)
-    whole *= exp(log_decay(first, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT)
+    whole = tl.where(n > 0, whole * exp(log_decay(first, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT), 1.0)
     keys = tl.where((r < n)[:, None], keys.to(tl.float32), 0.0)
     return keys * unit_scale(keys, 1, USE_L2NORM)[:, None] * decay, whole
 
