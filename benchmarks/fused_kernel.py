@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.inputs import Inputs
 from recoverssm_ops.triton import configs, launch
-from recoverssm_ops.triton.commit import advanced, decayed_keys, load_state
+from recoverssm_ops.triton.commit import advanced, decayed_keys, load_corrections, load_keys_and_gates, load_state
 from recoverssm_ops.triton.gates import gate_parameters
 from recoverssm_ops.triton.products import cut
 from recoverssm_ops.triton.verify import corrections_and_outputs, window_operands, zero_tokens
@@ -64,8 +64,9 @@ def fused_kernel(
         return
 
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, False)
+    accepted_keys, previous_raw, first = load_keys_and_gates(previous_k, previous_g, n, H * K, HV * K, t, kk, K, False)
     accepted_keys, whole = decayed_keys(
-        previous_k, previous_g, n, H * K, HV * K, rate, bias, t, kk, K, LOWER_BOUND, False, True, True, PIECES == 0
+        accepted_keys, previous_raw, first, n, rate, bias, t, LOWER_BOUND, False, True, True, PIECES == 0
     )
     accepted_keys = cut(accepted_keys, PIECES)
     a_keys, a_queries, key_scale, query_scale, b, N, DN = window_operands(
@@ -78,12 +79,7 @@ def fused_kernel(
     begin = tl.program_id(2) * PART if PART < V else 0
     for v0 in tl.range(begin, begin + PART, BV, num_stages=STAGES):
         vv = v0 + tl.arange(0, BV)
-        # The last accepted token first, as in decayed_keys.
-        corrections = tl.load(
-            previous_u + ((n - 1 - t) * (HV * V))[:, None] + vv[None, :],
-            mask=(t < n)[:, None] & (vv < V)[None, :], other=0.0,
-        )  # fmt: skip
-        corrections = cut(tl.trans(corrections), PIECES)
+        corrections = cut(tl.trans(load_corrections(previous_u, n, HV * V, t, vv, V)), PIECES)
         S = load_state(state, vv, kk, K, V, K, BV, BK).to(tl.float32)
         S = advanced(S, whole, corrections, accepted_keys, False, PIECES).to(state.dtype.element_ty)
         tile = (state + vv.to(tl.int64) * K)[:, None] + kk[None, :]

@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from recoverssm_ops.triton import commit, gates, layers, products
 from recoverssm_ops.triton.tiles import copy_tile, store
 
-decayed_keys, address = gluon.jit(commit.decayed_keys.fn), gluon.jit(layers.address.fn)
+load_keys_and_gates, decayed_keys = gluon.jit(commit.load_keys_and_gates.fn), gluon.jit(commit.decayed_keys.fn)
+load_corrections, address = gluon.jit(commit.load_corrections.fn), gluon.jit(layers.address.fn)
 gate_parameters, row_span = gluon.jit(gates.gate_parameters.fn), gluon.jit(gates.row_span.fn)
 cut = gluon.jit(products.cut.fn)
 
@@ -61,21 +62,17 @@ def commit_async_program(
         copy_tile(buffer, old + tile * BV * K, columns, K)
         tiles = tiles + (buffer,)
 
-    # Corrections and keys of the accepted tokens, the last one first; pieces of corrections above each other, of keys twice.
+    # Corrections and keys of the accepted tokens; pieces of corrections above each other, of keys twice.
     k += where * k_row + start * k_token + head // (HV // H) * k_head
     u += where * u_row + start * u_token + head * u_head
     g += where * g_row + start * g_token + head * g_head
-    r = gl.arange(0, TP, gl.SliceLayout(1, value_layout))
-    vv = gl.arange(0, BLOCK_V, gl.SliceLayout(0, value_layout))
-    corrections = gl.load(
-        u + ((n - 1 - r) * u_token)[:, None] + vv[None, :], mask=(r < n)[:, None] & (vv < V)[None, :], other=0.0
-    )
+    r = gl.arange(0, TP, gl.SliceLayout(1, value_layout)).to(gl.int64)
+    corrections = load_corrections(u, n, u_token, r, gl.arange(0, BLOCK_V, gl.SliceLayout(0, value_layout)), V)
+    r = gl.arange(0, TP, gl.SliceLayout(1, token_layout)).to(gl.int64)
     kk = gl.arange(0, BK, gl.SliceLayout(0, token_layout))
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, False)
-    keys, whole = decayed_keys(
-        k, g, n, k_token, g_token, rate, bias, gl.arange(0, TP, gl.SliceLayout(1, token_layout)).to(gl.int64), kk,
-        K, LOWER_BOUND, False, USE_L2NORM, USE_GATE, False,
-    )  # fmt: skip
+    keys, raw, first = load_keys_and_gates(k, g, n, k_token, g_token, r, kk, K, False)
+    keys, whole = decayed_keys(keys, raw, first, n, rate, bias, r, LOWER_BOUND, False, USE_L2NORM, USE_GATE, False)
     keys, corrections = cut(keys, 2), cut(corrections, 2)
     large = gl.allocate_shared_memory(gl.bfloat16, [2 * TP, BK], shared)
     small = gl.allocate_shared_memory(gl.bfloat16, [2 * TP, BK], shared)

@@ -69,7 +69,7 @@ def commit_config(programs: int, window: int, key_dim: int, value_dim: int, stat
         BV = PART = 16
     return {
         "TP": TP, "BK": BK, "BV": BV, "PART": PART, "PIECES": pieces_of(state_dtype), "STAGES": 1 if few else 2,
-        "num_warps": min(8, warps),
+        "EAGER": few, "num_warps": min(8, warps),
     }  # fmt: skip
 
 

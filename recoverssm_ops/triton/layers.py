@@ -33,7 +33,7 @@ def commit_layers_kernel(
     RATE: tl.constexpr, BIAS: tl.constexpr, ALIGNED: tl.constexpr,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
     TP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
-    LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, USE_L2NORM: tl.constexpr,
+    EAGER: tl.constexpr, LOWER_BOUND: tl.constexpr, SCALAR_GATE: tl.constexpr, USE_L2NORM: tl.constexpr,
     USE_GATE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def commit_layers_kernel(
         num_tokens, pad_slot_id, source_row, dest_row, dest_column, length_row, length_column,
         u_row, u_token, u_head, k_row, k_token, k_head, g_row, g_token, g_head,
         state_slot, state_head, state_v, state_slot, state_head, state_v,
-        H, HV, K, V, T, M, TP, BK, BV, PART, PIECES, STAGES, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE, True,
+        H, HV, K, V, T, M, TP, BK, BV, PART, PIECES, STAGES, EAGER, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE, True,
     )  # fmt: skip
 
 
