@@ -56,13 +56,16 @@ def test_parity_of_a_full_gpu(case, pool, full_gpu):
     checks.parity(case, "cuda", torch.bfloat16, pool)
 
 
-@pytest.mark.parametrize("many", (False, True), ids=("few", "many"))
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-def test_parity_of_large_windows_and_heads(case, dtypes, many, monkeypatch):
-    if many:
-        monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
-    checks.parity(case, "cuda", *dtypes)
+def test_large_windows_and_heads_of_a_full_gpu(case, dtypes, full_gpu):
+    check_verify(build(case, "cuda", *dtypes))
+
+
+@pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_large_windows_and_heads(case, pool):
+    check_verify(build(case, "cuda", torch.bfloat16, pool))
 
 
 @pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16, torch.float16), ids=("fp32", "bf16", "fp16"))
