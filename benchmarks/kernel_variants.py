@@ -162,6 +162,7 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "verify_bf16_scalar": (verify, {"pool": "bf16", "bounded": False, "scalar_gate": True, "groups": 2}),
         "verify_fp32_D96_40": (verify, {"pool": "fp32", "T": 3, "K": 96, "V": 40, "data": "fp32"}),
         "verify_bf16_D256_T4": (verify, {"pool": "bf16", "T": 4, "K": 256, "V": 256}),
+        "verify_fp32_D192": (verify, {"pool": "fp32", "K": 192, "V": 192}),
         "verify_fp32_D256_T16": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "bounded": False}),
         "commit_fp32_D256": (commit, {"pool": "fp32", "K": 256, "V": 256}),
         "commit_columns": (commit, columns),

@@ -21,13 +21,14 @@ from benchmarks.inputs import Inputs
 from benchmarks.providers import RecoverSSM
 from benchmarks.shapes import Shape
 from recoverssm_ops import ops
-from recoverssm_ops.triton import launch
+from recoverssm_ops.triton import configs, launch
 
 Config = dict[str, int]
 FUNCTIONS = {"verify": ("verify_config", "verify_async_config"), "commit": ("commit_config", "commit_async_config")}
 # Values that a configuration's entries may take; entries of other names stay as they are.
 KNOBS = {
     "num_warps": (1, 2, 4, 8), "BV": (16, 32, 64, 128), "STAGES": (1, 2, 3), "num_stages": (1, 2, 3),
+    "ROWS": (16, 32), "COLUMNS": (32, 64, 128), "PART": (32, 64, 128),
     "BUFFERS": (1, 2, 3, 4), "HOLD": (0, 1), "maxnreg": (128, 168, 200, 255),
 }  # fmt: skip
 
@@ -61,10 +62,15 @@ def configured(operation: str, changed: Config) -> Iterator[list[tuple[str, Conf
         yield asked
 
 
+def fewest_rows(shape: Shape) -> int:
+    """No code depends on how many rows there are, only on whether there are enough to fill the GPU."""
+    many = shape.batch * shape.num_value_heads > configs.FEW_PROGRAMS
+    return configs.FEW_PROGRAMS // shape.num_value_heads + 1 if many else min(shape.batch, 2)
+
+
 def launched(shape: Shape, operation: str, changed: Config) -> tuple[object, str, Config]:
     """The launch for a shape, without a GPU; the launcher's question; its own answer."""
-    # No code depends on the number of rows.
-    provider = RecoverSSM(Inputs(dataclasses.replace(shape, batch=2), 1, "cpu"))
+    provider = RecoverSSM(Inputs(dataclasses.replace(shape, batch=fewest_rows(shape)), 1, "cpu"))
     with (
         mock.patch.object(ops, "kda_verify", launch.verify),
         mock.patch.object(ops, "kda_commit", launch.commit),

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks import floors
 from benchmarks import kernel_timing as timing
-from benchmarks.launch_sweep import Config, Figures, Timer, candidates, figures, launched
+from benchmarks.launch_sweep import Config, Figures, Timer, candidates, fewest_rows, figures, launched
 from benchmarks.shapes import DTYPES, Shape
 
 OPERATIONS = ("verify", "commit")
@@ -78,7 +78,7 @@ def compile_trials(trials: list[Trial], arch: int, jobs: int, deadline: float) -
     for at in range(max(len(trial.changes) for trial in trials)):
         for trial in trials:
             if at < len(trial.changes):
-                shape = dataclasses.replace(trial.shape, batch=2)
+                shape = dataclasses.replace(trial.shape, batch=fewest_rows(trial.shape))
                 key = (shape, trial.operation, tuple(sorted(trial.changes[at].items())))
                 tasks.setdefault(key, []).append((trial, at))
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

@@ -97,14 +97,15 @@ def rejected_tokens_change_no_bit(device: str, pool: torch.dtype) -> None:
     assert torch.equal(bits(recovered), bits(dirty.recover(initial, bad["u"], length, k=bad["k"], g=bad["g"])))
 
 
-def later_tokens_do_not_reach_earlier_ones(device: str, pool: torch.dtype) -> None:
+def later_tokens_do_not_reach_earlier_ones(
+    device: str, pool: torch.dtype, n: int = 3, gates: tuple[str, ...] = ("bounded", "unbounded"), **sizes: int
+) -> None:
     """NaN and infinity from token n on, in any input: outputs before n keep their bits, token n's are not finite."""
-    for gate in ("bounded", "unbounded"):
+    for gate in gates:
         for name in ("q", "k", "v", "g", "beta"):
             for garbage in (float("nan"), float("inf")):
-                x = window(device, pool, gate=gate)
+                x = window(device, pool, gate=gate, **sizes)
                 expected = x.verify()
-                n = 3
                 spoiled = getattr(x, name).clone()
                 spoiled[:, n:] = garbage
                 actual = x.verify(**{name: spoiled})

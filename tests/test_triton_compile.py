@@ -73,15 +73,16 @@ def test_settings_reach_the_compiled_kernel():
 
 
 @pytest.mark.parametrize("heads", (kernel_variants.HEADS, kernel_variants.FEW_HEADS))
-def test_element_t_i_of_the_couplings_is_in_lane_4_t_plus_i_over_2(heads):
-    """``verify_async.eliminate`` exchanges by lane number what the compiler laid out; every warp holds a copy."""
-    launch = compilation.only_launch(kernel_variants.verify("bf16", K=64, V=64, heads=heads))
+@pytest.mark.parametrize(("T", "count"), ((8, 4 * 8), (16, 4 * 8 + 2 * 3 * 8 + 6 * 8)))
+def test_element_t_i_of_the_couplings_is_in_lane_4_t_plus_i_over_2(heads, T, count):
+    """``elimination.substitute`` exchanges by lane number what the compiler laid out; every warp holds a copy."""
+    launch = compilation.only_launch(kernel_variants.verify("bf16", T=T, K=64, V=128, heads=heads))
     ttgir = compilation.compile_launch(launch, 90).ttgir
     operand = r"tensor<8x4xf32, #ttg.slice<\{dim = 2, parent = (#\w+)\}>>"
     exchanges = [line for line in ttgir.splitlines() if '"shfl.sync.idx' in line]
     (layout,) = {layout for line in exchanges for layout in re.findall(operand, line)}
     (definition,) = (line for line in ttgir.splitlines() if line.startswith(f"{layout} ="))
-    assert len(exchanges) == 4 * 8
+    assert len(exchanges) == count
     lanes, warps = (re.search(rf"{name} = (\[\[.*?\]\])", definition).group(1) for name in ("lane", "warp"))
     assert lanes == "[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]"
     assert set(re.findall(r"\d", warps)) == {"0"}

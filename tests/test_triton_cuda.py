@@ -21,6 +21,20 @@ DTYPES = {
     "bf16_data_fp32_pool": (torch.bfloat16, torch.float32),
     "fp32_data_bf16_pool": (torch.float32, torch.bfloat16),
 }
+# The Gluon verify kernel beyond 8 tokens and 128 key dimensions: 2 to 8 warps, tiles cut off at K, both halves of a window.
+LARGE = (
+    Case("size_192", 8, K=192, V=192, HV=2),
+    Case("size_256_packed", 7, K=256, V=64, H=2, HV=4, lengths=(7, 0, 3, 1), tail=5, padding=(2,)),
+    Case("size_144_160", 5, K=144, V=160, padding=(0,)),
+    Case("size_208_floor", 8, K=208, V=128, gate="floor"),
+    Case("window_9", 9, K=64, V=32, HV=2),
+    Case("window_12_packed", 12, K=96, V=96, H=2, HV=4, lengths=(12, 0, 9, 8, 1), tail=40, padding=(2,)),
+    Case("window_16", 16, K=128, V=128, HV=2),
+    Case("window_16_floor", 16, K=112, V=64, gate="floor", padding=(0,)),
+    Case("window_16_repeated_keys", 16, K=128, V=64, same_keys=True, beta="doubled"),
+    Case("window_16_size_256", 16, K=256, V=128),
+    Case("window_10_size_192_packed", 10, K=192, V=64, lengths=(10, 2), tail=9, beta="doubled"),
+)
 BIG = Case("big", 8, K=128, V=128, H=4, HV=4, batch=96)
 
 
@@ -40,6 +54,27 @@ def full_gpu(monkeypatch):
 @pytest.mark.parametrize("case", [case for case in CASES if case.T <= 8], ids=lambda case: case.name)
 def test_parity_of_a_full_gpu(case, pool, full_gpu):
     checks.parity(case, "cuda", torch.bfloat16, pool)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_large_windows_and_heads_of_a_full_gpu(case, dtypes, full_gpu):
+    check_verify(build(case, "cuda", *dtypes))
+
+
+@pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_large_windows_and_heads(case, pool):
+    check_verify(build(case, "cuda", torch.bfloat16, pool))
+
+
+@pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16, torch.float16), ids=("fp32", "bf16", "fp16"))
+@pytest.mark.parametrize(
+    ("sizes", "n"),
+    (({"T": 16, "K": 64, "V": 64}, 3), ({"T": 16, "K": 64, "V": 64}, 11), ({"T": 8, "K": 192, "V": 64}, 3)),
+)
+def test_later_tokens_of_large_windows_do_not_reach_earlier_ones(sizes, n, pool):
+    checks.later_tokens_do_not_reach_earlier_ones("cuda", pool, n, ("bounded",), **sizes)
 
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)

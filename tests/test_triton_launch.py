@@ -30,6 +30,11 @@ def kernel(call) -> str:
         {"data": "fp32"},
         {"groups": 4},
         {"heads": 2},
+        {"K": 192, "V": 192},
+        {"K": 256, "V": 256, "heads": 2},
+        {"T": 9},
+        {"T": 16, "packed": True, "K": 64, "V": 64},
+        {"T": 16, "K": 256, "V": 256},
     ),
     ids=str,
 )
@@ -38,8 +43,9 @@ def test_verify_takes_the_gluon_kernel(pool, setting):
 
 
 UNSUITED = {
-    "long window": {"T": 9},
-    "wide head": {"K": 256},
+    "wide head": {"K": 272},
+    "long rows of values": {"K": 192, "V": 288},
+    "values in no tiles of 64 beside the largest operands": {"T": 16, "K": 256, "V": 96},
     "odd key dimension": {"K": 40},
     "odd value dimension": {"V": 40},
     "pool not aligned to 16 bytes": {"aligned": False},

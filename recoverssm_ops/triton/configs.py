@@ -37,20 +37,47 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
     return {"TP": TP, "BK": BK, "BV": BV, "PIECES": pieces, "STAGES": stages, "num_warps": min(8, warps)}
 
 
-def verify_async_config(programs: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
+def verify_async_config(
+    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype
+) -> dict[str, int]:
     """The same for the kernel of ``verify_async.py``.
 
     How many of its programs run at once decides, so registers and shared memory are rationed: eight programs of two warps on a
-    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where the GPU is not full, four warps shorten one.
+    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where the GPU is not full, more warps shorten one.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     pieces = pieces_of(state_dtype)
+    if window > 8 or BK > 128:
+        return _large_verify_async_config(programs, window, BK, key_dim, value_dim, pieces)
     few = programs <= FEW_PROGRAMS and value_dim % 64 == 0
     warps = 4 if few else 2
     return {
-        "BK": BK, "PIECES": pieces, "PART": min(BK, 64 if few else 128 if pieces else 32), "HOLD": not (few and pieces),
-        "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
+        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": BK, "PART": min(BK, 64 if few else 128 if pieces else 32),
+        "HOLD": not (few and pieces), "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
         "num_warps": warps, "maxnreg": 255 if few else 128 if pieces else 200,
+    }  # fmt: skip
+
+
+def _large_verify_async_config(
+    programs: int, window: int, BK: int, key_dim: int, value_dim: int, pieces: int
+) -> dict[str, int]:
+    """For more than 8 tokens or more than 128 key dimensions: tiles of part of a row, operands in shared memory.
+
+    A tile of 64 columns is 256 bytes of each row; 192 dimensions are three of them, so that nothing is multiplied by padding.
+    """
+    both = window > 8 and BK > 128
+    most = 4 if both else 8 if programs <= FEW_PROGRAMS else 4 if BK > 128 or pieces else 2
+    warps = next(w for w in (8, 4, 2) if w <= most and value_dim % (16 * w) == 0)
+    columns = 64 if pieces or (warps < 8 and not both) else 32
+    tiles = value_dim // (16 * warps) * -(-key_dim // columns)
+    if warps == 4:
+        registers = (168 if both else 128) if pieces else 255
+    else:
+        registers = 255
+    return {
+        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "HOLD": False,
+        "PART": 64 if pieces or (warps == 4 and window <= 8) else 32,
+        "BUFFERS": min(tiles, 3 if pieces and window <= 8 else 2), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def verify(
     }  # fmt: skip
     with _on_device(state):
         if factored and _fits_async(window, (q, k, v, g, beta), state):
-            config = verify_async_config(programs, key_dim, value_dim, state.dtype)
+            config = verify_async_config(programs, window, key_dim, value_dim, state.dtype)
             verify_async_kernel[(programs,)](*arguments, *state.stride()[:2], **options, **config)
         else:
             config = verify_config(programs, window, key_dim, value_dim, state.dtype)
@@ -244,7 +244,12 @@ def commits_async(
 ) -> bool:
     """Whether a layer is committed by ``commit_async.py``: its bits may differ from those of ``commit.py``."""
     suited = (
-        columns == 1 and record[2].ndim == 4 and state.dtype == torch.bfloat16 and _fits_async(window, record, state)
+        columns == 1
+        and record[2].ndim == 4
+        and state.dtype == torch.bfloat16
+        and window <= 8
+        and state.shape[3] <= 128
+        and _fits_async(window, record, state)
     )
     # Last, so that a tracer's symbolic batch is not asked.
     return suited and programs > configs.FEW_PROGRAMS
@@ -256,15 +261,17 @@ def _fits_async(window: int, activations: tuple[Tensor, ...], state: Tensor) -> 
     Neither Triton's interpreter nor a tracer (``visible.py``) takes Gluon; both put something else in the kernel's place.
     """
     value_dim, key_dim = state.shape[2:]
+    wide, long = key_dim > 128, window > 8
     return (
         isinstance(verify_kernel, JITFunction)
-        and window <= 8
-        and key_dim <= 128
+        and window <= 16
+        and key_dim <= 256
         and key_dim % 16 == 0
-        and value_dim % 32 == 0
+        and value_dim % (64 if wide and long else 32) == 0
+        and (value_dim <= 256 or not (wide or long))
         and state.stride(2) == key_dim
         and state.stride(0) % 16 == state.stride(1) % 16 == state.data_ptr() % 16 == 0
-        and all(8 * x.stride(1) < 2**31 for x in activations)
+        and all(16 * x.stride(1) < 2**31 for x in activations)
     )
 
 

@@ -8,7 +8,8 @@ on, into buffers that the chain's own operands lend as soon as they are in regis
 - one layout for products, in which N, D N and the corrections are operands where they stand;
 - keys and queries as rows of one operand, their squared lengths on its product's diagonal.
 
-For windows of up to 8 tokens, a gate whose bound proves the factored couplings finite, and states whose rows are contiguous.
+For a gate whose bound proves the factored couplings finite, and states whose rows are contiguous. The matrix unit's accumulator
+has 8 columns, one for each token: longer windows have two of them, and products of tokens that the warps share out.
 """
 
 from triton.experimental import gluon
@@ -16,7 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from recoverssm_ops.triton import gates, products
-from recoverssm_ops.triton.tiles import copy_tile, store
+from recoverssm_ops.triton.elimination import above_and_below, eliminate, eliminate_16, in_every_warp, left_and_right
+from recoverssm_ops.triton.tiles import columns_of, copy_tile, inner_products, rows_of, shared_pieces, store
 
 exp, reciprocal, log_decay = gluon.jit(gates.exp.fn), gluon.jit(gates.reciprocal.fn), gluon.jit(gates.log_decay.fn)
 inverse_norm, step_size, row_span = (gluon.jit(f.fn) for f in (gates.inverse_norm, gates.step_size, gates.row_span))
@@ -36,56 +38,11 @@ def multiply(a, b):
 
 
 @gluon.jit
-def product(a, b, sum):
-    """``sum + a b`` for matrices cut in one or two pieces, with an accumulator for the large terms and one for the small."""
-    small = gl.zeros_like(sum)
-    if len(b) > 1:
-        small = mma_v2(a[0], b[1], small, "tf32")
-    if len(a) > 1:
-        small = mma_v2(a[1], b[0], small, "tf32")
-    return mma_v2(a[0], b[0], sum, "tf32") + small
-
-
-@gluon.jit
-def shared_pieces(COUNT: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    layout: gl.constexpr = gl.SwizzledSharedLayout(128 // DTYPE.primitive_bitwidth, 1, 8, [1, 0])
-    if COUNT == 1:
-        return (gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], layout),)
-    else:
-        return (
-            gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], layout),
-            gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], layout),
-        )
-
-
-@gluon.jit
-def load_left(shared, layout: gl.constexpr):
-    if len(shared) == 1:
-        return (shared[0].load(layout),)
-    else:
-        return shared[0].load(layout), shared[1].load(layout)
-
-
-@gluon.jit
-def load_transposed(shared, start: gl.constexpr, stop: gl.constexpr, layout: gl.constexpr):
-    """Rows ``start .. stop - 1`` as columns of a right operand."""
-    first = shared[0].slice(start, stop - start, 0).permute((1, 0)).load(layout)
-    if len(shared) == 1:
-        return (first,)
-    else:
-        return first, shared[1].slice(start, stop - start, 0).permute((1, 0)).load(layout)
-
-
-@gluon.jit
-def above_and_below(x):
-    """``[2 N, M]`` as two ``[N, M]``."""
-    return gl.split(gl.permute(gl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
-
-
-@gluon.jit
-def even_and_odd(x):
-    """Columns 0, 2, ... and 1, 3, ...: the two that a thread holds."""
-    return gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+def begin_copy(buffer, source, tile: gl.constexpr, columns, ACROSS: gl.constexpr, K: gl.constexpr):
+    """Tiles are counted along rows of the state first; ``ACROSS`` are one row of tiles."""
+    BV: gl.constexpr = buffer.shape[0]
+    start: gl.constexpr = tile % ACROSS * buffer.shape[1]
+    copy_tile(buffer, source + (tile // ACROSS * BV * K + start), columns, K - start)
 
 
 @gluon.jit
@@ -103,32 +60,29 @@ def side_by_side(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def from_lane(x, lane):
-    """What lane ``lane`` of the warp holds in the same register."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.float32, is_pure=False, pack=1
-    )
+def beside_corrections(N, PIECES: gl.constexpr, right: gl.constexpr):
+    """``N^T`` cut in two, as the right operand of :func:`corrections_times`: in registers, or in shared memory if large."""
+    if N.shape[0] == 8:
+        high, low = cut(gl.permute(N, (1, 0)), PIECES)
+        return twice(high, right), twice(low, right)
+    else:
+        pieces = cut(N, PIECES)
+        shared = shared_pieces(2, pieces[0].dtype, 16, 16)
+        store(pieces, shared, 0)
+        return shared
 
 
 @gluon.jit
-def eliminate(couplings, t, i, T: gl.constexpr):
-    """``N = (I - C)^-1`` and ``D N`` of ``couplings``, C above D; only what is below C's and on or below D's diagonal counts.
-
-    ``t`` and ``i`` are row and column of every element of C. Its rows are four threads each, of two columns: lane 4 t + i / 2,
-    as the matrix unit leaves them. What is masked is not multiplied by zero (``verify.py``).
-    """
-    C, D = above_and_below(couplings)
-    C, D, t, i = even_and_odd(C), even_and_odd(D), even_and_odd(t)[0], even_and_odd(i)[0]
-    N_even, N_odd = gl.where(t == i, 1.0, 0.0), gl.where(t == i + 1, 1.0, 0.0)
-    DN_even, DN_odd = gl.zeros_like(N_even), gl.zeros_like(N_even)
-    for j in gl.static_range(T):
-        c, d = from_lane(C[j % 2], 4 * t + j // 2), from_lane(D[j % 2], 4 * t + j // 2)
-        row_even, row_odd = from_lane(N_even, 4 * j + i // 2), from_lane(N_odd, 4 * j + i // 2)
-        N_even = gl.where(t > j, N_even + c * row_even, N_even)
-        N_odd = gl.where(t > j, N_odd + c * row_odd, N_odd)
-        DN_even = gl.where(t >= j, DN_even + d * row_even, DN_even)
-        DN_odd = gl.where(t >= j, DN_odd + d * row_odd, DN_odd)
-    return gl.reshape(gl.join(N_even, N_odd), [8, 8]), gl.reshape(gl.join(DN_even, DN_odd), [8, 8])
+def corrections_times(a, N, acc: gl.constexpr, left: gl.constexpr, right: gl.constexpr):
+    """``a N^T`` for ``a [BV, TP]`` cut in two. Two pieces of eight tokens, side by side, fill the matrix unit's contraction."""
+    nothing = gl.zeros(a[0].shape, gl.float32, acc)
+    if a[0].shape[1] == 8:
+        both = side_by_side(a[0], a[1], left)
+        return mma_v2(both, N[0], mma_v2(both, N[1], nothing, "tf32"), "tf32")
+    else:
+        high, low = gl.convert_layout(a[0], left), gl.convert_layout(a[1], left)
+        N_high, N_low = columns_of(N[0], 0, 16, right), columns_of(N[1], 0, 16, right)
+        return mma_v2(high, N_high, mma_v2(low, N_high, mma_v2(high, N_low, nothing, "tf32"), "tf32"), "tf32")
 
 
 @gluon.jit
@@ -155,19 +109,25 @@ def verify_async_kernel(
     g_row, g_token, g_head, beta_row, beta_token, beta_head, state_slot, state_head,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, T: gl.constexpr, BLOCK_V: gl.constexpr,
     SCALE: gl.constexpr, LOWER_BOUND: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, SHIFT: gl.constexpr,
-    PIECES: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr, BUFFERS: gl.constexpr, HOLD: gl.constexpr,
+    PIECES: gl.constexpr, BK: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr,
+    BUFFERS: gl.constexpr, HOLD: gl.constexpr,
 ):  # fmt: skip
-    """``PART`` columns of the state are multiplied at a time; ``HOLD``: the other operand stays in registers meanwhile."""
+    """A tile is ``ROWS`` rows of state a warp and ``COLUMNS`` columns, the step of the walk through shared memory's buffers.
+
+    ``PART`` of the columns are multiplied at a time; ``HOLD``: the other operand stays in registers meanwhile.
+    """
     W: gl.constexpr = gl.num_warps()
-    TP: gl.constexpr = 8
+    TP: gl.constexpr = 8 if T <= 8 else 16
     EXACT: gl.constexpr = PIECES == 0
-    BV: gl.constexpr = 16 * W
-    TILES: gl.constexpr = V // BV
+    BV: gl.constexpr = ROWS * W
+    ACROSS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    TILES: gl.constexpr = V // BV * ACROSS
+    SPAN: gl.constexpr = BK if TP * BK <= 1024 else 32 if EXACT else 64
     PIECE: gl.constexpr = gl.float32 if EXACT else gl.bfloat16
     POOL: gl.constexpr = state.dtype.element_ty
     INPUT_PIECES: gl.constexpr = pieces_needed(k.dtype.element_ty, q.dtype.element_ty, PIECE)
     VEC: gl.constexpr = 128 // POOL.primitive_bitwidth
-    ROW: gl.constexpr = min(32, BK // VEC)
+    ROW: gl.constexpr = min(32, COLUMNS // VEC)
     VALUES: gl.constexpr = min(32, BLOCK_V // 8)
     token_layout: gl.constexpr = gl.BlockedLayout([TP, max(1, BK // (32 * W))], [1, 32], [1, W], [1, 0])
     copy_layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ROW, ROW], [W, 1], [1, 0])
@@ -175,6 +135,9 @@ def verify_async_kernel(
     acc: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 32 // PIECE.primitive_bitwidth)
     right: gl.constexpr = gl.DotOperandLayout(1, acc, 32 // PIECE.primitive_bitwidth)
+    # Products of tokens with tokens: one accumulator in every warp, or four shared out. Then every warp gets them all.
+    tokens: gl.constexpr = acc if TP == 8 else gl.NVMMADistributedLayout([2, 0], [2, W // 2], [16, 8])
+    everywhere: gl.constexpr = acc if TP == 8 else in_every_warp(W)
     shared_state: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, 8, [1, 0])
 
     pid = gl.program_id(0)
@@ -211,7 +174,8 @@ def verify_async_kernel(
     queries = gl.load(q + t[:, None] * q_token + kk[None, :], mask=mask, other=0.0)
     raw = gl.load(g + t[:, None] * g_token + kk[None, :], mask=mask, other=0.0)
     # Rows of products: keys, then queries. Columns: keys.
-    r = gl.arange(0, 2 * TP, gl.SliceLayout(1, acc))
+    r = gl.arange(0, 2 * TP, gl.SliceLayout(1, everywhere))
+    i = gl.arange(0, TP, gl.SliceLayout(0, everywhere))
     c = gl.arange(0, TP, gl.SliceLayout(0, acc))
     row_beta = gl.load(beta + r * beta_token, mask=r < length, other=0.0)
     beta = gl.load(beta + c * beta_token, mask=c < length, other=0.0)
@@ -227,17 +191,16 @@ def verify_async_kernel(
         bias = gl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(gl.float32)[None, :]
 
     if padding:
-        zero_tokens(o, u, token, token + length, TP, head, HV, V, value_layout, BLOCK_V)
+        zero_tokens(o, u, token, token + length, 8, head, HV, V, value_layout, BLOCK_V)
         return
 
     rows = gl.arange(0, BV, gl.SliceLayout(1, copy_layout))
-    columns = gl.arange(0, BK, gl.SliceLayout(0, copy_layout))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, copy_layout))
     source = state + slot * state_slot + head * state_head + rows[:, None] * K + columns[None, :]
-    first_tile = gl.allocate_shared_memory(POOL, [BV, BK], shared_state)
-    copy_tile(first_tile, source, columns, K)
+    first_tile = gl.allocate_shared_memory(POOL, [BV, COLUMNS], shared_state)
+    begin_copy(first_tile, source, 0, columns, ACROSS, K)
     tiles = (first_tile,)
 
-    none = gl.zeros([2 * TP, TP], gl.float32, acc)
     if INPUT_PIECES == 1:
         key_pieces, query_pieces = (keys.to(PIECE),), (queries.to(PIECE),)
     else:
@@ -245,11 +208,12 @@ def verify_async_kernel(
     inputs = shared_pieces(INPUT_PIECES, PIECE, 2 * TP, BK)
     store(key_pieces, inputs, 0)
     store(query_pieces, inputs, TP)
-    x = load_left(inputs, left)
-    squares = gl.where(r[:, None] == c[None, :], product(x, load_transposed(inputs, 0, TP, right), none), 0.0)
+    squares = inner_products(inputs, rows_of(inputs, 0, TP), SPAN, tokens)
+    query_squares = inner_products(inputs, rows_of(inputs, TP, TP), SPAN, tokens)
+    squares, query_squares = gl.convert_layout(squares, everywhere), gl.convert_layout(query_squares, everywhere)
+    squares = gl.where(r[:, None] == i[None, :], squares, 0.0)
+    query_squares = gl.where(r[:, None] == i[None, :] + TP, query_squares, 0.0)
     key_scale = inverse_norm(gl.sum(squares, 0))
-    query_squares = product(x, load_transposed(inputs, TP, 2 * TP, right), none)
-    query_squares = gl.where(r[:, None] == c[None, :] + TP, query_squares, 0.0)
     query_scale = inverse_norm(gl.sum(query_squares, 0)) * SCALE
     row_scale = inverse_norm(gl.sum(squares + query_squares, 1))
 
@@ -262,21 +226,31 @@ def verify_async_kernel(
     decayed = shared_pieces(2, PIECE, 2 * TP, BK)
     store(cut(keys * shrinking, PIECES), decayed, 0)
     store(cut(queries * shrinking, PIECES), decayed, TP)
-    earlier = shared_pieces(2, PIECE, TP, BK)
-    store(cut(keys * reciprocal(shrinking, EXACT), PIECES), earlier, 0)
-    couplings = product(load_left(decayed, left), load_transposed(earlier, 0, TP, right), none)
+    earlier_pieces = cut(keys * reciprocal(shrinking, EXACT), PIECES)
+    if EXACT and TP * BK > 2048:
+        # Both pieces in turn, or a program would not fit the 99 KiB of the smaller GPUs.
+        earlier = shared_pieces(1, PIECE, TP, BK)
+        store((earlier_pieces[0],), earlier, 0)
+        couplings = inner_products(decayed, earlier, SPAN, tokens)
+        store((earlier_pieces[1],), earlier, 0)
+        couplings += inner_products((decayed[0],), earlier, SPAN, tokens)
+    else:
+        earlier = shared_pieces(2, PIECE, TP, BK)
+        store(earlier_pieces, earlier, 0)
+        couplings = inner_products(decayed, earlier, SPAN, tokens)
+    couplings = gl.convert_layout(couplings, everywhere)
     held = ()
-    for part in gl.static_range(BK // PART):
-        high = decayed[0].slice(part * PART, PART, 1).permute((1, 0)).load(right)
+    for part in gl.static_range(ACROSS * COLUMNS // PART):
+        high = columns_of(decayed[0], part * PART, PART, right)
         if EXACT or not HOLD:
             held = held + (high,)
         else:
-            held = held + ((high, decayed[1].slice(part * PART, PART, 1).permute((1, 0)).load(right)),)
+            held = held + ((high, columns_of(decayed[1], part * PART, PART, right)),)
 
     # The operands' memory is free now, and lent to the next tiles.
     for tile in gl.static_range(1, BUFFERS):
-        buffer = gl.allocate_shared_memory(POOL, [BV, BK], shared_state)
-        copy_tile(buffer, source + tile * BV * K, columns, K)
+        buffer = gl.allocate_shared_memory(POOL, [BV, COLUMNS], shared_state)
+        begin_copy(buffer, source, tile, columns, ACROSS, K)
         tiles = tiles + (buffer,)
     shared_values = gl.allocate_shared_memory(values.dtype, [TP, BLOCK_V], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     shared_values.store(values)
@@ -284,46 +258,54 @@ def verify_async_kernel(
     beta = step_size(beta, USE_SIGMOID, NEG_EIGVAL)
     row_beta = step_size(row_beta, USE_SIGMOID, NEG_EIGVAL)
     couplings *= (row_scale * gl.where(r < TP, -row_beta, SCALE))[:, None] * key_scale[None, :]
-    row_of, _ = above_and_below(r[:, None] + 0 * c[None, :])
-    column_of, _ = above_and_below(0 * r[:, None] + c[None, :])
-    N, DN = eliminate(couplings, row_of, column_of, T)
-    N, DN = cut(gl.permute(N, (1, 0)), PIECES), cut(gl.permute(DN, (1, 0)), PIECES)
-    N, DN = (twice(N[0], right), twice(N[1], right)), (twice(DN[0], right), twice(DN[1], right))
+    C, D = above_and_below(couplings)
+    row_of, _ = above_and_below(r[:, None] + 0 * i[None, :])
+    column_of, _ = above_and_below(0 * r[:, None] + i[None, :])
+    if TP == 8:
+        N, DN = eliminate(C, D, row_of, column_of, T)
+    else:
+        N, DN = eliminate_16(C, D, row_of, column_of, T)
+    N, DN = beside_corrections(N, PIECES, right), beside_corrections(DN, PIECES, right)
     # What brings the columns of S a^T to P and R.
-    key_scale, query_scale = key_scale * 0.5**SHIFT, query_scale * 0.5**SHIFT
+    key_scale = gl.convert_layout(key_scale * 0.5**SHIFT, gl.SliceLayout(0, acc))
+    query_scale = gl.convert_layout(query_scale * 0.5**SHIFT, gl.SliceLayout(0, acc))
 
     out_rows = gl.arange(0, BV, gl.SliceLayout(1, acc))
     out = (token * HV + head) * V + (c * (HV * V))[None, :] + out_rows[:, None]
     wanted = (c < length)[None, :]
-    nothing = gl.zeros([BV, TP], gl.float32, acc)
+    large = gl.zeros([BV, 2 * TP], gl.float32, acc)
+    small = large
     for tile in gl.static_range(TILES):
         async_copy.wait_group(min(TILES, tile + BUFFERS) - 1 - tile)
-        large = gl.zeros([BV, 2 * TP], gl.float32, acc)
-        small = large
-        for part in gl.static_range(BK // PART):
+        for part in gl.static_range(COLUMNS // PART):
             S = cut(tiles[tile % BUFFERS].slice(part * PART, PART, 1).load(left), PIECES, False)
             if HOLD and not EXACT:
-                high, low = held[part]
+                high, low = held[tile % ACROSS * (COLUMNS // PART) + part]
             else:
-                high = held[part] if HOLD else decayed[0].slice(part * PART, PART, 1).permute((1, 0)).load(right)
-                low = decayed[1].slice(part * PART, PART, 1).permute((1, 0)).load(right)
+                if HOLD:
+                    high = held[tile % ACROSS * (COLUMNS // PART) + part]
+                else:
+                    high = columns_of(decayed[0], tile % ACROSS * COLUMNS + part * PART, PART, right)
+                low = columns_of(decayed[1], tile % ACROSS * COLUMNS + part * PART, PART, right)
             if len(S) > 1:
                 small = mma_v2(S[1], high, small, "tf32")
             small = mma_v2(S[0], low, small, "tf32")
             large = mma_v2(S[0], high, large, "tf32")
         if tile + BUFFERS < TILES:
-            copy_tile(tiles[tile % BUFFERS], source + (tile + BUFFERS) * BV * K, columns, K)
-        P, R = gl.split(gl.permute(gl.reshape(large + small, [BV, 2, TP]), (0, 2, 1)))
-        P, R = gl.convert_layout(P, acc), gl.convert_layout(R, acc)
-        tile_values = shared_values.slice(tile * BV, BV, 1).permute((1, 0)).load(acc).to(gl.float32)
-        target = beta[None, :] * (tile_values - P * key_scale[None, :])
-        # N is triangular, but 0 * NaN is NaN. What is not finite stays with its token, and is huge for the later ones.
-        good = gl.abs(target) < 3.0e38
-        excess = gl.where(good, 0.0, target)
-        finite = cut(gl.where(good, target, 3.0e38), PIECES)
-        finite = side_by_side(finite[0], finite[1], left)
-        U = mma_v2(finite, N[0], mma_v2(finite, N[1], nothing, "tf32"), "tf32") + excess
-        O = mma_v2(finite, DN[0], mma_v2(finite, DN[1], nothing, "tf32"), "tf32") + excess
-        O = R * query_scale[None, :] + O
-        gl.store(u + out + tile * BV, U, mask=wanted)
-        gl.store(o + out + tile * BV, O.to(o.dtype.element_ty), mask=wanted)
+            begin_copy(tiles[tile % BUFFERS], source, tile + BUFFERS, columns, ACROSS, K)
+        if tile % ACROSS == ACROSS - 1:
+            P, R = left_and_right(large + small)
+            large = gl.zeros([BV, 2 * TP], gl.float32, acc)
+            small = large
+            P, R = gl.convert_layout(P, acc), gl.convert_layout(R, acc)
+            tile_values = shared_values.slice(tile // ACROSS * BV, BV, 1).permute((1, 0)).load(acc).to(gl.float32)
+            target = beta[None, :] * (tile_values - P * key_scale[None, :])
+            # N is triangular, but 0 * NaN is NaN. What is not finite stays with its token, and is huge for the later ones.
+            good = gl.abs(target) < 3.0e38
+            excess = gl.where(good, 0.0, target)
+            finite = cut(gl.where(good, target, 3.0e38), PIECES)
+            U = corrections_times(finite, N, acc, left, right) + excess
+            O = corrections_times(finite, DN, acc, left, right) + excess
+            O = R * query_scale[None, :] + O
+            gl.store(u + out + tile // ACROSS * BV, U, mask=wanted)
+            gl.store(o + out + tile // ACROSS * BV, O.to(o.dtype.element_ty), mask=wanted)
