@@ -142,9 +142,13 @@ def commit(
     pad_slot_id: int,
 ) -> None:
     """Write, per row and plan column, the state after ``length`` tokens to slot ``dest``; ``state`` is mutated."""
-    tensors = (state, state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias)
+    tensors = (state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, pad_slot_id)
-    relaunch(_walk, tensors, (*settings, (commit_config, commit_async_config, configs.FEW_PROGRAMS)))
+    relaunch(_commit_launch, tensors, (*settings, (commit_config, commit_async_config, configs.FEW_PROGRAMS)))
+
+
+def _commit_launch(state: Tensor, *arguments) -> Launch | None:
+    return _walk_launch(state, state, *arguments)
 
 
 def recover(
@@ -165,11 +169,11 @@ def recover(
     out = torch.empty(initial_state.shape, dtype=torch.float32, device=initial_state.device)
     tensors = (initial_state, out, u, k, g, None, None, num_accepted, cu_seqlens, A_log, dt_bias)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, 0)
-    relaunch(_walk, tensors, (*settings, (commit_config, configs.FEW_PROGRAMS)))
+    relaunch(_walk_launch, tensors, (*settings, (commit_config, configs.FEW_PROGRAMS)))
     return out
 
 
-def _walk(
+def _walk_launch(
     source_state: Tensor,
     dest_state: Tensor,
     u: Tensor,
@@ -188,7 +192,7 @@ def _walk(
     pad_slot_id: int,
     choices: tuple,
 ) -> Launch | None:
-    """The commit kernel. Without ``source`` and ``dest``, row b of one tensor goes to row b of the other."""
+    """Of a commit kernel. Without ``source`` and ``dest``, row b of one tensor goes to row b of the other."""
     batch, columns = (source_state.shape[0], 1) if dest is None else dest.shape
     heads, (value_heads, value_dim, key_dim) = k.shape[2], dest_state.shape[1:]
     if batch * columns * dest_state.numel() == 0:
