@@ -183,12 +183,26 @@ def test_a_tensor_in_two_places_is_not_one_place(gpu):
 
 
 def test_copies_are_made_at_every_launch(gpu):
-    """The kernel reads a copy of ``q``, whose address the operator's tensors do not tell."""
+    """What is not contiguous in its last axis is copied, and the copies' addresses are passed."""
     for _ in range(2):
         q = torch.zeros(1, 4, 1, 64)[..., ::2]
-        launch.verify(**make_verify(q=q))
+        launch.verify(**make_verify(q=q, dt_bias=torch.zeros(32, 1).mT))
         assert gpu.launches[-1][3][0] != q.data_ptr()
-    assert gpu.bound == 2
+    assert gpu.bound == 1
+
+
+def test_a_copy_within_a_description_is_not_remembered(gpu):
+    def describe(x, y):
+        return cached_launch.Launch(function, (1,), (x, y.contiguous()), (), {})
+
+    function = triton.jit(two_tensors)
+    for y, bound in ((torch.zeros(2, 2), 1), (torch.ones(2, 2), 1), (torch.zeros(2, 2).T, 2), (torch.ones(2, 2).T, 3)):
+        cached_launch.relaunch(describe, (torch.zeros(1), y), ())
+        assert gpu.bound == bound
+
+
+def two_tensors(x, y):
+    pass
 
 
 def test_launches_go_to_the_current_stream(gpu):

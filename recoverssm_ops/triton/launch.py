@@ -50,7 +50,9 @@ def verify(
     """Outputs ``o`` (dtype of v) and corrections ``u`` (float32); arguments as in the schema of ``ops.py``."""
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     u = torch.empty_like(v, memory_format=torch.contiguous_format, dtype=torch.float32)
-    tensors = (q, k, v, g, beta, state, state_indices, cu_seqlens, A_log, dt_bias, o, u)
+    q, k, v, g = _last_axis_contiguous(q), _last_axis_contiguous(k), _last_axis_contiguous(v), _channels_contiguous(g)
+    vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
+    tensors = (q, k, v, g, beta, state, state_indices, *vectors, o, u)
     gate = (
         lower_bound,
         scale,
@@ -93,9 +95,7 @@ def _verify_launch(
         o.zero_()
         u.zero_()
         return None
-    q, k, v = (_last_axis_contiguous(x) for x in (q, k, v))
     scalar_gate = g.ndim == 3
-    g = g if scalar_gate else _last_axis_contiguous(g)
     factored = (
         use_gate_in_kernel
         and use_qk_l2norm_in_kernel
@@ -104,7 +104,7 @@ def _verify_launch(
         and -lower_bound * window <= MAX_FACTORED_EXPONENT
     )
     programs = batch * value_heads
-    tensors = (q, k, v, g, beta, state, state_indices, *map(_contiguous, (cu_seqlens, A_log, dt_bias)), o, u)
+    tensors = (q, k, v, g, beta, state, state_indices, cu_seqlens, A_log, dt_bias, o, u)
     numbers = (v.shape[1], batch, pad_slot_id, 0 if state_indices is None else state_indices.stride(0))
     for x in (q, k, v, g):
         numbers += x.stride()[:3]
@@ -142,7 +142,9 @@ def commit(
     pad_slot_id: int,
 ) -> None:
     """Write, per row and plan column, the state after ``length`` tokens to slot ``dest``; ``state`` is mutated."""
-    tensors = (state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias)
+    record = (_last_axis_contiguous(u), _last_axis_contiguous(k), _channels_contiguous(g))
+    vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
+    tensors = (state, *record, source, dest, length, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, pad_slot_id)
     relaunch(_commit_launch, tensors, (*settings, (commit_config, commit_async_config, configs.FEW_PROGRAMS)))
 
@@ -167,7 +169,9 @@ def recover(
 ) -> Tensor:
     """The state after ``num_accepted`` tokens, a fresh ``[B, HV, V, K]`` float32."""
     out = torch.empty(initial_state.shape, dtype=torch.float32, device=initial_state.device)
-    tensors = (initial_state, out, u, k, g, None, None, num_accepted, cu_seqlens, A_log, dt_bias)
+    record = (_last_axis_contiguous(u), _last_axis_contiguous(k), _channels_contiguous(g))
+    vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
+    tensors = (initial_state, out, *record, None, None, num_accepted, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, 0)
     relaunch(_walk_launch, tensors, (*settings, (commit_config, configs.FEW_PROGRAMS)))
     return out
@@ -198,11 +202,9 @@ def _walk_launch(
     if batch * columns * dest_state.numel() == 0:
         return None
     window = u.shape[1] if cu_seqlens is None else max_seqlen
-    u, k = _last_axis_contiguous(u), _last_axis_contiguous(k)
     scalar_gate = g.ndim == 3
-    g = g if scalar_gate else _last_axis_contiguous(g)
     programs = batch * value_heads
-    tensors = (dest_state, u, k, g, source, dest, length, *map(_contiguous, (cu_seqlens, A_log, dt_bias)))
+    tensors = (dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias)
     strides = sum((x.stride()[:3] for x in (u, k, g)), ())
     options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     sizes = (heads, value_heads, key_dim, value_dim, window)
@@ -254,6 +256,11 @@ def _fits_async(window: int, activations: tuple[Tensor, ...], state: Tensor) -> 
 
 def _last_axis_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _channels_contiguous(g: Tensor) -> Tensor:
+    """A scalar gate has no channels, and any strides."""
+    return g if g.ndim == 3 else _last_axis_contiguous(g)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

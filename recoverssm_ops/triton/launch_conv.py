@@ -31,7 +31,7 @@ def verify(
 ) -> Tensor:
     """Outputs like x; arguments as in the schema of ``conv_ops.py``."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tensors = (x, weight, bias, conv_state, conv_state_indices, cu_seqlens, y)
+    tensors = (x, weight, bias, conv_state, conv_state_indices, _contiguous(cu_seqlens), y)
     relaunch(_verify_launch, tensors, (max_seqlen, silu, pad_slot_id, conv_config))
     return y
 
@@ -55,7 +55,7 @@ def _verify_launch(
         y.zero_()
         return None
     config = conv_config(channels)
-    tensors = (x, weight, bias, conv_state, conv_state_indices, _contiguous(cu_seqlens), y)
+    tensors = (x, weight, bias, conv_state, conv_state_indices, cu_seqlens, y)
     numbers = (x.shape[1], batch, pad_slot_id, 0 if conv_state_indices is None else conv_state_indices.stride(0))
     numbers += (*x.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), *conv_state.stride())
     grid = (batch * triton.cdiv(channels, config["BD"]),)
@@ -72,7 +72,7 @@ def commit(
     pad_slot_id: int,
 ) -> None:
     """Write, per row and plan column, the history after ``length`` tokens to slot ``dest``; ``conv_state`` is mutated."""
-    tensors = (conv_state, x, source, dest, length, cu_seqlens)
+    tensors = (conv_state, x, source, dest, length, _contiguous(cu_seqlens))
     relaunch(_commit_launch, tensors, (pad_slot_id, conv_config))
 
 
@@ -93,7 +93,7 @@ def _commit_launch(
     # A packed row ends where cu_seqlens says; its window is no constant here, so that all of them share one kernel.
     window = x.shape[1] if cu_seqlens is None else 1 << 30
     config = conv_config(channels)
-    tensors = (conv_state, x, source, dest, length, _contiguous(cu_seqlens))
+    tensors = (conv_state, x, source, dest, length, cu_seqlens)
     numbers = (x.shape[1], pad_slot_id, source.stride(0), *dest.stride(), *length.stride(), *x.stride())
     numbers += (*conv_state.stride(), channels, kept + 1, window, columns)
     return Launch(conv_commit_kernel, (batch * triton.cdiv(channels, config["BD"]),), tensors, numbers, config)
