@@ -1,9 +1,11 @@
 """Triton is imported on the first CUDA call: the package itself needs torch alone."""
 
+import functools
 import importlib
 from types import ModuleType
 
 
+@functools.cache
 def launchers(module: str) -> ModuleType:
     """A module of ``recoverssm_ops.triton``; an ImportError says what to do."""
     try:

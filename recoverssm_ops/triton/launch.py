@@ -4,14 +4,13 @@ Nothing here depends on values: no host synchronisation, no autotuning, the same
 activations that are not contiguous in their last axis are copied, never a pool.
 """
 
-import contextlib
-
 import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
 from recoverssm_ops.triton import configs
+from recoverssm_ops.triton.cached_launch import Launch, relaunch
 from recoverssm_ops.triton.commit import commit_kernel
 from recoverssm_ops.triton.commit_async import commit_async_kernel
 from recoverssm_ops.triton.configs import (
@@ -49,15 +48,54 @@ def verify(
     pad_slot_id: int,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``o`` (dtype of v) and corrections ``u`` (float32); arguments as in the schema of ``ops.py``."""
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    u = torch.empty_like(v, memory_format=torch.contiguous_format, dtype=torch.float32)
+    q, k, v, g = _last_axis_contiguous(q), _last_axis_contiguous(k), _last_axis_contiguous(v), _channels_contiguous(g)
+    vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
+    tensors = (q, k, v, g, beta, state, state_indices, *vectors, o, u)
+    gate = (
+        lower_bound,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )
+    choices = (verify_config, verify_async_config, configs.FEW_PROGRAMS, MAX_FACTORED_EXPONENT)
+    relaunch(_verify_launch, tensors, (max_seqlen, *gate, pad_slot_id, choices))
+    return o, u
+
+
+def _verify_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    o: Tensor,
+    u: Tensor,
+    max_seqlen: int,
+    lower_bound: float,
+    scale: float,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    pad_slot_id: int,
+    choices: tuple,
+) -> Launch | None:
     heads, value_heads, value_dim, key_dim = k.shape[2], v.shape[2], v.shape[3], k.shape[3]
     batch, window = (q.shape[0], q.shape[1]) if cu_seqlens is None else (cu_seqlens.shape[0] - 1, max_seqlen)
     if batch * window * v.numel() * key_dim == 0:
-        return v.new_zeros(v.shape), v.new_zeros(v.shape, dtype=torch.float32)
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    u = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    q, k, v = (_last_axis_contiguous(x) for x in (q, k, v))
+        o.zero_()
+        u.zero_()
+        return None
     scalar_gate = g.ndim == 3
-    g = g if scalar_gate else _last_axis_contiguous(g)
     factored = (
         use_gate_in_kernel
         and use_qk_l2norm_in_kernel
@@ -66,39 +104,24 @@ def verify(
         and -lower_bound * window <= MAX_FACTORED_EXPONENT
     )
     programs = batch * value_heads
-    arguments = (
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state,
-        state_indices,
-        _contiguous(cu_seqlens),
-        _contiguous(A_log),
-        _contiguous(dt_bias),
-        o,
-        u,
-    )
-    arguments += (v.shape[1], batch, pad_slot_id, 0 if state_indices is None else state_indices.stride(0))
+    tensors = (q, k, v, g, beta, state, state_indices, cu_seqlens, A_log, dt_bias, o, u)
+    numbers = (v.shape[1], batch, pad_slot_id, 0 if state_indices is None else state_indices.stride(0))
     for x in (q, k, v, g):
-        arguments += x.stride()[:3]
-    arguments += beta.stride()
+        numbers += x.stride()[:3]
+    numbers += beta.stride()
     options = {
         "H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "T": window, "SCALE": scale, "LOWER_BOUND": lower_bound,
         "BLOCK_V": triton.next_power_of_2(value_dim), "SHIFT": shift(lower_bound, window) if factored else 0,
         "USE_SIGMOID": use_beta_sigmoid_in_kernel, "NEG_EIGVAL": allow_neg_eigval,
     }  # fmt: skip
-    with _on_device(state):
-        if factored and _fits_async(window, (q, k, v, g, beta), state):
-            config = verify_async_config(programs, window, key_dim, value_dim, state.dtype)
-            verify_async_kernel[(programs,)](*arguments, *state.stride()[:2], **options, **config)
-        else:
-            config = verify_config(programs, window, key_dim, value_dim, state.dtype)
-            gate = {"SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_GATE": use_gate_in_kernel}
-            flags = gate | {"USE_L2NORM": use_qk_l2norm_in_kernel}
-            verify_kernel[(programs,)](*arguments, *state.stride()[:3], **options, **flags, **config)
-    return o, u
+    if factored and _fits_async(window, (q, k, v, g, beta), state):
+        options |= verify_async_config(programs, window, key_dim, value_dim, state.dtype)
+        return Launch(verify_async_kernel, (programs,), tensors, (*numbers, *state.stride()[:2]), options)
+    options |= {"SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_GATE": use_gate_in_kernel}
+    options |= {"USE_L2NORM": use_qk_l2norm_in_kernel} | verify_config(
+        programs, window, key_dim, value_dim, state.dtype
+    )
+    return Launch(verify_kernel, (programs,), tensors, (*numbers, *state.stride()[:3]), options)
 
 
 def commit(
@@ -119,9 +142,15 @@ def commit(
     pad_slot_id: int,
 ) -> None:
     """Write, per row and plan column, the state after ``length`` tokens to slot ``dest``; ``state`` is mutated."""
-    record_and_gate = (u, k, g, cu_seqlens, max_seqlen, A_log, dt_bias, lower_bound)
-    flags = (use_qk_l2norm_in_kernel, use_gate_in_kernel)
-    _walk(state, state, source, dest, length, dest.shape, pad_slot_id, *record_and_gate, *flags)
+    record = (_last_axis_contiguous(u), _last_axis_contiguous(k), _channels_contiguous(g))
+    vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
+    tensors = (state, *record, source, dest, length, *vectors)
+    settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, pad_slot_id)
+    relaunch(_commit_launch, tensors, (*settings, (commit_config, commit_async_config, configs.FEW_PROGRAMS)))
+
+
+def _commit_launch(state: Tensor, *arguments) -> Launch | None:
+    return _walk_launch(state, state, *arguments)
 
 
 def recover(
@@ -140,103 +169,60 @@ def recover(
 ) -> Tensor:
     """The state after ``num_accepted`` tokens, a fresh ``[B, HV, V, K]`` float32."""
     out = torch.empty(initial_state.shape, dtype=torch.float32, device=initial_state.device)
-    record_and_gate = (u, k, g, cu_seqlens, max_seqlen, A_log, dt_bias, lower_bound)
-    flags = (use_qk_l2norm_in_kernel, use_gate_in_kernel)
-    plan_shape = (initial_state.shape[0], 1)
-    _walk(initial_state, out, None, None, num_accepted, plan_shape, 0, *record_and_gate, *flags)
+    record = (_last_axis_contiguous(u), _last_axis_contiguous(k), _channels_contiguous(g))
+    vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
+    tensors = (initial_state, out, *record, None, None, num_accepted, *vectors)
+    settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, 0)
+    relaunch(_walk_launch, tensors, (*settings, (commit_config, configs.FEW_PROGRAMS)))
     return out
 
 
-def _walk(
+def _walk_launch(
     source_state: Tensor,
     dest_state: Tensor,
-    source: Tensor | None,
-    dest: Tensor | None,
-    length: Tensor,
-    plan_shape: tuple[int, int],
-    pad_slot_id: int,
     u: Tensor,
     k: Tensor,
     g: Tensor,
+    source: Tensor | None,
+    dest: Tensor | None,
+    length: Tensor,
     cu_seqlens: Tensor | None,
-    max_seqlen: int,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    max_seqlen: int,
     lower_bound: float,
     use_qk_l2norm_in_kernel: bool,
     use_gate_in_kernel: bool,
-) -> None:
-    """Launch the commit kernel. Without ``source`` and ``dest``, row b of one tensor goes to row b of the other."""
-    batch, columns = plan_shape
+    pad_slot_id: int,
+    choices: tuple,
+) -> Launch | None:
+    """Of a commit kernel. Without ``source`` and ``dest``, row b of one tensor goes to row b of the other."""
+    batch, columns = (source_state.shape[0], 1) if dest is None else dest.shape
     heads, (value_heads, value_dim, key_dim) = k.shape[2], dest_state.shape[1:]
     if batch * columns * dest_state.numel() == 0:
-        return
+        return None
     window = u.shape[1] if cu_seqlens is None else max_seqlen
-    u, k = _last_axis_contiguous(u), _last_axis_contiguous(k)
     scalar_gate = g.ndim == 3
-    g = g if scalar_gate else _last_axis_contiguous(g)
     programs = batch * value_heads
+    tensors = (dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias)
+    strides = sum((x.stride()[:3] for x in (u, k, g)), ())
+    options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
+    sizes = (heads, value_heads, key_dim, value_dim, window)
     if source is not None and commits_async(programs, columns, window, (u, k, g), dest_state):
-        arguments = (
-            dest_state,
-            u,
-            k,
-            g,
-            source,
-            dest,
-            length,
-            *map(_contiguous, (cu_seqlens, A_log, dt_bias)),
-            u.shape[1],
-        )
-        arguments += (pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
-        for x in (u, k, g):
-            arguments += x.stride()[:3]
-        with _on_device(dest_state):
-            commit_async_kernel[(programs,)](
-                *arguments, *dest_state.stride()[:2], heads, value_heads, key_dim, value_dim, window,
-                BLOCK_V=triton.next_power_of_2(value_dim), LOWER_BOUND=lower_bound, USE_L2NORM=use_qk_l2norm_in_kernel,
-                USE_GATE=use_gate_in_kernel, **commit_async_config(key_dim, value_dim),
-            )  # fmt: skip
-        return
+        numbers = (u.shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
+        numbers += (*strides, *dest_state.stride()[:2], *sizes)
+        options |= {"BLOCK_V": triton.next_power_of_2(value_dim)} | commit_async_config(key_dim, value_dim)
+        return Launch(commit_async_kernel, (programs,), tensors, numbers, options)
     config = commit_config(programs, window, key_dim, value_dim, dest_state.dtype)
     tiles = triton.cdiv(value_dim, config["PART"])
-    with _on_device(dest_state):
-        commit_kernel[(batch * value_heads * tiles,)](
-            source_state,
-            dest_state,
-            u,
-            k,
-            g,
-            source,
-            dest,
-            length,
-            _contiguous(cu_seqlens),
-            _contiguous(A_log),
-            _contiguous(dt_bias),
-            u.shape[1],
-            pad_slot_id,
-            0 if source is None else source.stride(0),
-            *((0, 0) if dest is None else dest.stride()),
-            length.stride(0),
-            length.stride(1) if length.ndim == 2 else 0,
-            *u.stride()[:3],
-            *k.stride()[:3],
-            *g.stride()[:3],
-            *source_state.stride()[:3],
-            *dest_state.stride()[:3],
-            heads,
-            value_heads,
-            key_dim,
-            value_dim,
-            window,
-            columns,
-            LOWER_BOUND=lower_bound,
-            SCALAR_GATE=scalar_gate,
-            USE_L2NORM=use_qk_l2norm_in_kernel,
-            USE_GATE=use_gate_in_kernel,
-            IN_PLACE=source is not None,
-            **config,
-        )
+    numbers = (u.shape[1], pad_slot_id, 0 if source is None else source.stride(0))
+    numbers += ((0, 0) if dest is None else dest.stride()) + (
+        length.stride(0),
+        length.stride(1) if length.ndim == 2 else 0,
+    )
+    numbers += (*strides, *source_state.stride()[:3], *dest_state.stride()[:3], *sizes, columns)
+    options |= {"SCALAR_GATE": scalar_gate, "IN_PLACE": source is not None}
+    return Launch(commit_kernel, (programs * tiles,), (source_state, *tensors), numbers, options | config)
 
 
 def commits_async(
@@ -279,12 +265,10 @@ def _last_axis_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _channels_contiguous(g: Tensor) -> Tensor:
+    """A scalar gate has no channels, and any strides."""
+    return g if g.ndim == 3 else _last_axis_contiguous(g)
+
+
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device's current stream, which must be the tensor's."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()

@@ -1,5 +1,8 @@
 """CUDA implementations of the all-layers commits, by the rules of ``launch.py``: one launch, whatever the layers' number."""
 
+from collections.abc import Callable, Hashable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -7,9 +10,10 @@ from torch import Tensor
 
 from recoverssm_ops.triton import launch
 from recoverssm_ops.triton.address_table import address_table, aligned_kinds
+from recoverssm_ops.triton.cached_launch import Launch, on_device, relaunch
 from recoverssm_ops.triton.commit_async import commit_layers_async_kernel
 from recoverssm_ops.triton.configs import commit_config
-from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous, _on_device
+from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous
 from recoverssm_ops.triton.launch_conv import conv_config
 from recoverssm_ops.triton.layers import commit_layers_kernel, conv_commit_layers_kernel
 
@@ -54,53 +58,27 @@ def commit(
         return
     # One layer's choices, so that the bits are those of one launch a layer.
     programs = batch * value_heads
+    plan = (source, dest, length, _contiguous(cu_seqlens))
+    sizes = (heads, value_heads, key_dim, value_dim, window)
+    options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     if launch.commits_async(programs, columns, window, (u[0], k[0], g[0]), states[0]):
-        arguments = (address_table(kinds, states[0].device), source, dest, length, _contiguous(cu_seqlens), programs)
-        arguments += (u[0].shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
-        for tensors in (u, k, g):
-            arguments += tensors[0].stride()[:3]
-        with _on_device(states[0]):
-            commit_layers_async_kernel[(len(states) * programs,)](
-                *arguments, *states[0].stride()[:2], len(states), *(_dtype(tensors) for tensors in kinds[1:]),
-                aligned_kinds(kinds), heads, value_heads, key_dim, value_dim, window,
-                BLOCK_V=triton.next_power_of_2(value_dim), LOWER_BOUND=lower_bound, USE_L2NORM=use_qk_l2norm_in_kernel,
-                USE_GATE=use_gate_in_kernel, **launch.commit_async_config(key_dim, value_dim),
-            )  # fmt: skip
+        numbers = (programs, u[0].shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
+        numbers += (
+            *_strides(u, k, g),
+            *states[0].stride()[:2],
+            len(states),
+            *map(_dtype, kinds[1:]),
+            aligned_kinds(kinds),
+        )
+        options |= {"BLOCK_V": triton.next_power_of_2(value_dim)} | launch.commit_async_config(key_dim, value_dim)
+        _relaunch(_commit_async_launch, kinds, plan, len(states) * programs, (*numbers, *sizes), options)
         return
     config = commit_config(programs, window, key_dim, value_dim, states[0].dtype)
     programs *= triton.cdiv(value_dim, config["PART"])
-    with _on_device(states[0]):
-        commit_layers_kernel[(len(states) * programs,)](
-            address_table(kinds, states[0].device),
-            source,
-            dest,
-            length,
-            _contiguous(cu_seqlens),
-            programs,
-            u[0].shape[1],
-            pad_slot_id,
-            source.stride(0),
-            *dest.stride(),
-            *length.stride(),
-            *u[0].stride()[:3],
-            *k[0].stride()[:3],
-            *g[0].stride()[:3],
-            *states[0].stride()[:3],
-            len(states),
-            *(_dtype(tensors) for tensors in kinds),
-            aligned_kinds(kinds),
-            heads,
-            value_heads,
-            key_dim,
-            value_dim,
-            window,
-            columns,
-            LOWER_BOUND=lower_bound,
-            SCALAR_GATE=scalar_gate,
-            USE_L2NORM=use_qk_l2norm_in_kernel,
-            USE_GATE=use_gate_in_kernel,
-            **config,
-        )
+    numbers = (programs, u[0].shape[1], pad_slot_id, source.stride(0), *dest.stride(), *length.stride())
+    numbers += (*_strides(u, k, g, states), len(states), *map(_dtype, kinds), aligned_kinds(kinds), *sizes, columns)
+    options |= {"SCALAR_GATE": scalar_gate} | config
+    _relaunch(_commit_launch, kinds, plan, len(states) * programs, numbers, options)
 
 
 def conv_commit(
@@ -122,30 +100,55 @@ def conv_commit(
     kinds = [conv_states, _one_layout(xs, any_last_axis=True)]
     config = conv_config(channels)
     programs = batch * triton.cdiv(channels, config["BD"])
-    with _on_device(conv_states[0]):
-        conv_commit_layers_kernel[(len(conv_states) * programs,)](
-            address_table(kinds, conv_states[0].device),
-            source,
-            dest,
-            length,
-            _contiguous(cu_seqlens),
-            programs,
-            xs[0].shape[1],
-            pad_slot_id,
-            source.stride(0),
-            *dest.stride(),
-            *length.stride(),
-            *kinds[1][0].stride(),
-            *conv_states[0].stride(),
-            len(conv_states),
-            *(_dtype(tensors) for tensors in kinds),
-            aligned_kinds(kinds),
-            channels,
-            kept + 1,
-            window,
-            columns,
-            **config,
-        )
+    plan = (source, dest, length, _contiguous(cu_seqlens))
+    numbers = (programs, xs[0].shape[1], pad_slot_id, source.stride(0), *dest.stride(), *length.stride())
+    numbers += (*kinds[1][0].stride(), *conv_states[0].stride(), len(conv_states), *map(_dtype, kinds))
+    numbers += (aligned_kinds(kinds), channels, kept + 1, window, columns)
+    _relaunch(_conv_commit_launch, kinds, plan, len(conv_states) * programs, numbers, config)
+
+
+def _relaunch(
+    describe: Callable[..., Launch],
+    kinds: list[list[Tensor]],
+    plan: tuple[Tensor | None, ...],
+    programs: int,
+    numbers: tuple[Hashable, ...],
+    options: dict[str, Hashable],
+) -> None:
+    """The layers' own layouts are among the numbers."""
+    with on_device(kinds[0][0]):
+        table = address_table(kinds, kinds[0][0].device)
+        relaunch(describe, (table, *plan), (programs, numbers, tuple(options.items())))
+
+
+def _commit_async_launch(*tensors_and_numbers) -> Launch:
+    return _launch_of(commit_layers_async_kernel, *tensors_and_numbers)
+
+
+def _commit_launch(*tensors_and_numbers) -> Launch:
+    return _launch_of(commit_layers_kernel, *tensors_and_numbers)
+
+
+def _conv_commit_launch(*tensors_and_numbers) -> Launch:
+    return _launch_of(conv_commit_layers_kernel, *tensors_and_numbers)
+
+
+def _launch_of(
+    kernel: Any,
+    table: Tensor,
+    source: Tensor,
+    dest: Tensor,
+    length: Tensor,
+    cu_seqlens: Tensor | None,
+    programs: int,
+    numbers: tuple[Hashable, ...],
+    options: tuple[tuple[str, Hashable], ...],
+) -> Launch:
+    return Launch(kernel, (programs,), (table, source, dest, length, cu_seqlens), numbers, dict(options))
+
+
+def _strides(*kinds: list[Tensor]) -> tuple[int, ...]:
+    return sum((tensors[0].stride()[:3] for tensors in kinds), ())
 
 
 def _dtype(tensors: list[Tensor]) -> tl.dtype | None:

@@ -20,6 +20,7 @@ from triton.runtime import JITFunction
 
 from recoverssm_ops import conv_ops, ops
 from recoverssm_ops.triton import configs, launch, launch_conv
+from recoverssm_ops.triton.cached_launch import launch_described
 
 _POOLS = ("state", "conv_state")
 _CONFIGURATIONS = ("verify_config", "commit_config")
@@ -27,12 +28,13 @@ _CONFIGURATIONS = ("verify_config", "commit_config")
 
 @contextmanager
 def _wrapped(module: ModuleType) -> Iterator[None]:
-    """The module's kernels as the tracer's, and their configurations by the example's sizes, for the length of a trace."""
+    """For the length of a trace: the kernels as the tracer's, none of them remembered, shaped by the example's sizes."""
     kernels = {name: x for name, x in vars(module).items() if isinstance(x, JITFunction)}
     if not kernels:
         raise RuntimeError(f"{module.__name__} names no Triton kernel (under TRITON_INTERPRET there are none to embed)")
     traced = {name: torch.library.wrap_triton(kernel) for name, kernel in kernels.items()}
     traced |= {name: _by_example(x) for name, x in vars(module).items() if name in _CONFIGURATIONS}
+    traced["relaunch"] = launch_described
     before = {name: getattr(module, name) for name in traced}
     try:
         for name, x in traced.items():
