@@ -53,7 +53,7 @@ def verify_async_config(
     warps = 4 if few else 2
     return {
         "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": BK, "PART": min(BK, 64 if few else 128 if pieces else 32),
-        "HOLD": not (few and pieces), "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
+        "HOLD": not (few and pieces), "AHEAD": 1, "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
         "num_warps": warps, "maxnreg": 255 if few else 128 if pieces else 200,
     }  # fmt: skip
 
@@ -77,7 +77,7 @@ def _large_verify_async_config(
     return {
         "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "HOLD": False,
         "PART": 64 if pieces or (warps == 4 and window <= 8) else 32,
-        "BUFFERS": min(tiles, 3 if pieces and window <= 8 else 2), "num_warps": warps, "maxnreg": registers,
+        "AHEAD": 1, "BUFFERS": min(tiles, 3 if pieces and window <= 8 else 2), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 
