@@ -237,6 +237,17 @@ def test_replaced_choices_of_the_launchers_are_seen(gpu, monkeypatch):
     assert not any(kernel in chosen for kernel, *_ in gpu.launches)
 
 
+def test_a_kernel_that_is_withheld_is_not_found_again(gpu, monkeypatch):
+    calls = (lambda: launch.verify(**make_verify()), variants.commit("bf16"))
+    for call in calls:
+        call()
+    monkeypatch.setattr(launch, "_fits_async", lambda *_: False)
+    for call in calls:
+        call()
+    names = ["verify_async_kernel", "commit_async_kernel", "verify_kernel", "commit_kernel"]
+    assert [kernel.src.fn.__name__ for kernel, *_ in gpu.launches] == names
+
+
 def test_where_somebody_watches_triton_launches(gpu, monkeypatch):
     conv_commit(gpu)
     entered = []

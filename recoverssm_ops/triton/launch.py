@@ -61,7 +61,7 @@ def verify(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )
-    choices = (verify_config, verify_async_config, configs.FEW_PROGRAMS, MAX_FACTORED_EXPONENT)
+    choices = (_fits_async, verify_config, verify_async_config, configs.FEW_PROGRAMS, MAX_FACTORED_EXPONENT)
     relaunch(_verify_launch, tensors, (max_seqlen, *gate, pad_slot_id, choices))
     return o, u
 
@@ -146,7 +146,9 @@ def commit(
     vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
     tensors = (state, *record, source, dest, length, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, pad_slot_id)
-    relaunch(_commit_launch, tensors, (*settings, (commit_config, commit_async_config, configs.FEW_PROGRAMS)))
+    relaunch(
+        _commit_launch, tensors, (*settings, (_fits_async, commit_config, commit_async_config, configs.FEW_PROGRAMS))
+    )
 
 
 def _commit_launch(state: Tensor, *arguments) -> Launch | None:
