@@ -53,7 +53,7 @@ def verify_async_config(
     warps = 4 if few else 2
     return {
         "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": BK, "PART": min(BK, 64 if few else 128 if pieces else 32),
-        "HOLD": not (few and pieces), "AHEAD": 1, "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
+        "HOLD": not (few and pieces), "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
         "num_warps": warps, "maxnreg": 255 if few else 128 if pieces else 200,
     }  # fmt: skip
 
@@ -65,19 +65,19 @@ def _large_verify_async_config(
 
     A tile of 64 columns is 256 bytes of each row; 192 dimensions are three of them, so that nothing is multiplied by padding.
     """
-    both = window > 8 and BK > 128
-    most = 4 if both else 8 if programs <= FEW_PROGRAMS else 4 if BK > 128 or pieces else 2
+    few, long, wide = programs <= FEW_PROGRAMS, window > 8, BK > 128
+    both = long and wide and not pieces
+    most = 8 if both else 4 if few or wide else 2
     warps = next(w for w in (8, 4, 2) if w <= most and value_dim % (16 * w) == 0)
-    columns = 64 if pieces or (warps < 8 and not both) else 32
+    columns = 32 if both else 64
     tiles = value_dim // (16 * warps) * -(-key_dim // columns)
-    if warps == 4:
-        registers = (168 if both else 128) if pieces else 255
+    if pieces:
+        buffers, registers = 3 if few or not wide else 2 if long else 4, 255 if few else 168 if long else 128
     else:
-        registers = 255
+        buffers, registers = (1, 128) if both else (2 if few or long else 3, 255)
     return {
-        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "HOLD": False,
-        "PART": 64 if pieces or (warps == 4 and window <= 8) else 32,
-        "AHEAD": 1, "BUFFERS": min(tiles, 3 if pieces and window <= 8 else 2), "num_warps": warps, "maxnreg": registers,
+        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "PART": 64 if pieces else 32, "HOLD": False,
+        "BUFFERS": min(tiles, buffers), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def commit_config(programs: int, window: int, key_dim: int, value_dim: int, stat
     BK = max(16, triton.next_power_of_2(key_dim))
     PART = max(16, triton.next_power_of_2(value_dim))
     few = programs <= FEW_PROGRAMS
-    warps = max(1, min(8, TP * BK // 1024)) * (2 if few or state_dtype.itemsize == 4 else 1)
+    warps = max(1, min(8, TP * BK // 1024)) * (4 if few else 2 if state_dtype.itemsize == 4 else 1)
     BV = min(16 * warps, PART, _most_rows(BK * state_dtype.itemsize, 2))
     if few:
         BV = PART = 16
