@@ -31,6 +31,8 @@ else:
     import kernel_checks as checks
     from kernel_cases import CASES
 
+    from recoverssm_ops.triton import configs
+
     PART = os.environ.get("KERNEL_PART")
     MINE = CASES if PART is None else CASES[int(PART) :: 2]
     POOLS = {"fp32": torch.float32, "fp16": torch.float16}
@@ -43,7 +45,18 @@ else:
     def test_parity_fp16(case):
         checks.parity(case, "cpu", torch.float16, torch.float16)
 
+    @pytest.mark.parametrize("case", MINE[1::4], ids=lambda case: case.name)
+    def test_parity_of_a_full_gpu(case, monkeypatch):
+        """As launched where programs are many: all of the above are few."""
+        monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+        checks.parity(case, "cpu", torch.float32, torch.float32)
+
     @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
     @pytest.mark.parametrize("check", checks.CHECKS if PART in (None, "0") else [], ids=lambda check: check.__name__)
     def test_behaviour(check, pool):
         check("cpu", pool)
+
+    @pytest.mark.parametrize("check", checks.CHECKS if PART in (None, "1") else [], ids=lambda check: check.__name__)
+    def test_behaviour_of_a_full_gpu(check, monkeypatch):
+        monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+        check("cpu", torch.float32)
