@@ -59,19 +59,25 @@ class Known(NamedTuple):
 _known: dict[Hashable, Known] = {}
 
 
-def relaunch(describe: Description, tensors: tuple[Tensor | None, ...], settings: tuple[Hashable, ...]) -> None:
+def relaunch(
+    describe: Description,
+    tensors: tuple[Tensor | None, ...],
+    settings: tuple[Hashable, ...],
+    choices: tuple[Hashable, ...] = (),
+) -> None:
     """Launch ``describe(*tensors, *settings)`` on the device of the first tensor.
 
     ``describe`` may read the tensors' shapes, strides, dtypes, devices and alignments by 16 bytes, and its settings. Whatever
-    else it depends on belongs to the settings: a launch with equal settings and layouts is not described again.
+    else it depends on (the launch table, which benchmarks replace) belongs to ``choices``: a launch with equal layouts,
+    settings and choices is not described again.
     """
     device = tensors[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            relaunch(describe, tensors, settings)
+            relaunch(describe, tensors, settings, choices)
         return
     addresses, layout = addresses_and_layout(tensors)
-    key = (describe, settings, layout)
+    key = (describe, settings, choices, layout)
     known = _known.get(key)
     if known is None or known.function.pre_run_hooks or _observed():
         _launch_and_remember(key, describe, tensors, settings)
@@ -97,7 +103,12 @@ def addresses_and_layout(tensors: tuple[Tensor | None, ...]) -> tuple[list[int |
     return addresses, tuple(layout)
 
 
-def launch_described(describe: Description, tensors: tuple[Tensor | None, ...], settings: tuple[Hashable, ...]) -> None:
+def launch_described(
+    describe: Description,
+    tensors: tuple[Tensor | None, ...],
+    settings: tuple[Hashable, ...],
+    choices: tuple[Hashable, ...] = (),
+) -> None:
     """:func:`relaunch` without a memory, for kernels in whose place something else stands (a tracer's)."""
     with on_device(tensors[0]):
         if described := describe(*tensors, *settings):

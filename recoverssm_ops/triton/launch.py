@@ -62,7 +62,7 @@ def verify(
         allow_neg_eigval,
     )
     choices = (_fits_async, verify_config, verify_async_config, configs.FEW_PROGRAMS, MAX_FACTORED_EXPONENT)
-    relaunch(_verify_launch, tensors, (max_seqlen, *gate, pad_slot_id, choices))
+    relaunch(_verify_launch, tensors, (max_seqlen, *gate, pad_slot_id), choices)
     return o, u
 
 
@@ -87,7 +87,6 @@ def _verify_launch(
     use_beta_sigmoid_in_kernel: bool,
     allow_neg_eigval: bool,
     pad_slot_id: int,
-    choices: tuple,
 ) -> Launch | None:
     heads, value_heads, value_dim, key_dim = k.shape[2], v.shape[2], v.shape[3], k.shape[3]
     batch, window = (q.shape[0], q.shape[1]) if cu_seqlens is None else (cu_seqlens.shape[0] - 1, max_seqlen)
@@ -146,9 +145,7 @@ def commit(
     vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
     tensors = (state, *record, source, dest, length, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, pad_slot_id)
-    relaunch(
-        _commit_launch, tensors, (*settings, (_fits_async, commit_config, commit_async_config, configs.FEW_PROGRAMS))
-    )
+    relaunch(_commit_launch, tensors, settings, (_fits_async, commit_config, commit_async_config, configs.FEW_PROGRAMS))
 
 
 def _commit_launch(state: Tensor, *arguments) -> Launch | None:
@@ -175,7 +172,7 @@ def recover(
     vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
     tensors = (initial_state, out, *record, None, None, num_accepted, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, 0)
-    relaunch(_walk_launch, tensors, (*settings, (commit_config, configs.FEW_PROGRAMS)))
+    relaunch(_walk_launch, tensors, settings, (commit_config, configs.FEW_PROGRAMS))
     return out
 
 
@@ -196,7 +193,6 @@ def _walk_launch(
     use_qk_l2norm_in_kernel: bool,
     use_gate_in_kernel: bool,
     pad_slot_id: int,
-    choices: tuple,
 ) -> Launch | None:
     """Of a commit kernel. Without ``source`` and ``dest``, row b of one tensor goes to row b of the other."""
     batch, columns = (source_state.shape[0], 1) if dest is None else dest.shape

@@ -1,7 +1,5 @@
 """CUDA implementations of the raw convolution operators, by the rules of ``launch.py``; here nothing is copied at all."""
 
-from collections.abc import Callable
-
 import torch
 import triton
 from torch import Tensor
@@ -32,7 +30,7 @@ def verify(
     """Outputs like x; arguments as in the schema of ``conv_ops.py``."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = (x, weight, bias, conv_state, conv_state_indices, _contiguous(cu_seqlens), y)
-    relaunch(_verify_launch, tensors, (max_seqlen, silu, pad_slot_id, conv_config))
+    relaunch(_verify_launch, tensors, (max_seqlen, silu, pad_slot_id), (conv_config,))
     return y
 
 
@@ -47,7 +45,6 @@ def _verify_launch(
     max_seqlen: int,
     silu: bool,
     pad_slot_id: int,
-    choice: Callable,
 ) -> Launch | None:
     channels, width = weight.shape
     batch, window = (x.shape[0], x.shape[1]) if cu_seqlens is None else (cu_seqlens.shape[0] - 1, max_seqlen)
@@ -73,7 +70,7 @@ def commit(
 ) -> None:
     """Write, per row and plan column, the history after ``length`` tokens to slot ``dest``; ``conv_state`` is mutated."""
     tensors = (conv_state, x, source, dest, length, _contiguous(cu_seqlens))
-    relaunch(_commit_launch, tensors, (pad_slot_id, conv_config))
+    relaunch(_commit_launch, tensors, (pad_slot_id,), (conv_config,))
 
 
 def _commit_launch(
@@ -84,7 +81,6 @@ def _commit_launch(
     length: Tensor,
     cu_seqlens: Tensor | None,
     pad_slot_id: int,
-    choice: Callable,
 ) -> Launch | None:
     batch, columns = dest.shape
     channels, kept = conv_state.shape[1:]
