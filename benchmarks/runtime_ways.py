@@ -145,10 +145,10 @@ def tensorrt(setting: Setting, model: KDAForCausalLM, batch: int) -> Way:
     import recoverssm_ops.tensorrt
 
     step, inputs = setting.step(model, batch), setting.inputs(batch)
-    in_place = export_step(step, inputs)
-    commit = in_place.commit.module()
-    exported = export_step(step, inputs, functional=True, portable=True)
-    verify = exported.manifest.programs["verify"]
+    # Both halves of one export: what one hands to the other differs between forms.
+    exported = export_step(step, inputs)
+    verify, commit = (exported.manifest.programs[name] for name in ("verify", "commit"))
+    update = exported.commit.module()
     names = [port["name"] for port in exported.manifest.programs["step"]["inputs"] if port["role"] != "pool"]
     pools = dict(step.pools.named_buffers(prefix="pools"))
 
@@ -165,7 +165,7 @@ def tensorrt(setting: Setting, model: KDAForCausalLM, batch: int) -> Way:
         outputs = engine(*given(verify, values))
         values |= dict(zip((port["name"] for port in verify["outputs"]), outputs, strict=True))
         values["num_accepted"] = outputs[accepted]
-        commit(*given(in_place.manifest.programs["commit"], values))
+        update(*given(commit, values))
         return tuple(outputs[:2])
 
     return Way(TENSORRT, call, pools, details={"partitions": len(list(engine.children()))})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from test_pass_model import speculative_step
@@ -10,6 +13,8 @@ from torch import Tensor, nn
 
 import recoverssm_ops as rs
 from compile_passes import ExportedStep, export_step
+from compile_passes.exporting import step as export
+from compile_passes.exporting.graph import trace_step
 from models.decode import example_inputs
 
 SLOTS, T = 9, 4
@@ -56,6 +61,17 @@ def export_small(
         batch = torch.export.Dim("batch", min=2, max=most)
         shapes = tuple({0: batch} for _ in inputs)
     return export_step(step, inputs, dynamic_shapes=shapes, **options)
+
+
+@contextlib.contextmanager
+def convolutions_replaced(replaced: bool = True) -> Iterator[None]:
+    """Export as if pools were on CUDA, where the operators take the place of the model's short convolutions."""
+
+    def trace(*args, convolutions: bool | None, **options):
+        return trace_step(*args, convolutions=replaced if convolutions is None else convolutions, **options)
+
+    with mock.patch.object(export, "trace_step", trace):
+        yield
 
 
 def run_eagerly(step: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

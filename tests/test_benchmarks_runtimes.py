@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from exporting import convolutions_replaced
 from graphs import FakeRecorder
 from test_benchmarks_step import TINY
 
@@ -68,12 +69,15 @@ def test_captured_ways_and_failures_are_reported_beside_the_others(monkeypatch, 
 
 
 @torch.no_grad()
-def test_a_verify_engine_and_the_commit_in_pytorch_are_one_step(monkeypatch):
-    """What would be an engine runs as the program that TensorRT would convert."""
+@pytest.mark.parametrize("convolutions", [False, True])
+def test_a_verify_engine_and_the_commit_in_pytorch_are_one_step(monkeypatch, convolutions):
+    """What would be an engine runs as the program that TensorRT would convert; convolutions are replaced on CUDA."""
     monkeypatch.setattr(tensorrt, "compile", lambda program, inputs: tensorrt.lower(program).module())
     setting = runtimes.Setting(TINY, 2, "fp32", "fp32", "cpu", None)
     model, inputs = setting.model(), setting.inputs(2)
-    step, way = setting.step(model, 2), runtime_ways.tensorrt(setting, model, 2)
+    step = setting.step(model, 2)
+    with convolutions_replaced(convolutions):
+        way = runtime_ways.tensorrt(setting, model, 2)
     expected, (results, pools) = step(*inputs), runtimes.first_step(way, inputs, "cpu")
     assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
     assert runtimes.difference(pools, dict(step.pools.named_buffers(prefix="pools"))) < 1e-5

@@ -27,7 +27,7 @@ from tensorrt_without_gpu import build_engines_only, import_torch_tensorrt
 torch_tensorrt = import_torch_tensorrt()
 import torch
 logging.disable(logging.WARNING)
-from exporting import export_small, named_inputs, pools_of, run_program, small_step, step_inputs
+from exporting import convolutions_replaced, export_small, named_inputs, pools_of, run_program, small_step, step_inputs
 import recoverssm_ops.tensorrt
 
 def programs():
@@ -39,6 +39,10 @@ def programs():
         for name in ("step", "verify", "commit"):
             inputs = [values[port["name"]] for port in exported.manifest.programs[name]["inputs"]]
             yield f"{{name}} {{dynamic}}", getattr(exported, name), inputs
+        with convolutions_replaced():
+            exported = export_small(small_step(), dynamic=dynamic)
+        inputs = [values[port["name"]] for port in exported.manifest.programs["verify"]["inputs"]]
+        yield f"operators {{dynamic}}", exported.verify, inputs
 
 found = {{}}
 """
@@ -61,7 +65,8 @@ for name, program, inputs in programs():
     found[name] = len(engine)
 print("found", json.dumps(found))
 """
-EACH = [f"{name} {dynamic}" for dynamic in (False, True) for name in ("step", "verify", "commit")]
+# "operators": the verify half whose commit stays in PyTorch, as exported on CUDA.
+EACH = [f"{name} {dynamic}" for dynamic in (False, True) for name in ("step", "verify", "commit", "operators")]
 
 
 def in_a_process(code):
@@ -227,11 +232,13 @@ def test_a_gather_of_dynamic_sizes():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", ["verify", "commit", "step"])
+@pytest.mark.parametrize("name", ["verify", "commit", "step", "operators"])
 def test_engine_equals_the_program(name, dynamic):
     """Built and run. Products are float32 in another order, or in pieces, which costs a tenth of these bounds; tf32 costs ten
     of them (``Tf32`` gives the errors that an H200 gave). Twice the sizes from one profile."""
-    exported = export_small(small_step().cuda(), functional=True, portable=True, dynamic=dynamic, device="cuda")
+    form = {} if name == "operators" else {"functional": True, "portable": True}
+    exported = export_small(small_step().cuda(), dynamic=dynamic, device="cuda", **form)
+    name = "verify" if name == "operators" else name
     program, ports = getattr(exported, name), exported.manifest.programs[name]
     engine = None
     for batch in (3, 7) if dynamic else (3,):
