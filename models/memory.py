@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 def peak_allocation(call: Callable[[], object], device: torch.device | str) -> int:
     """Bytes that ``call()`` has allocated at its worst moment, beyond what was allocated before it.
 
-    The call should have run before, so that nothing of a compilation is counted.
+    The call should have run just before, so that nothing of a compilation is counted, nor what a library keeps from its first
+    call on (cuBLAS its workspaces, until a capture of a CUDA graph frees them).
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
