@@ -1,10 +1,9 @@
-"""The examples of docs/export.md, each in a process of its own, as a reader would run it."""
+"""The Python examples of docs/export.md, each in a process of its own, as a reader would run it (its commands:
+test_export_runner.py)."""
 
 import importlib.util
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,17 +39,3 @@ def test_example(name, tmp_path):
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == "done", result.stderr
     if name == "torch.export":
         assert "1 rewritten, 0 refused" in result.stdout
-
-
-@pytest.mark.slow
-def test_commands_of_the_runner(tmp_path):
-    """From the model's weights to text, as the page says it."""
-    for tool in ("cmake", "g++"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed (cmake is on PyPI; a C++ compiler is your distribution's)")
-    (commands,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    commands = commands.replace("OUT=build", f"OUT={tmp_path}").replace("python ", f"{sys.executable} ")
-    done = subprocess.run(["bash", "-euc", commands], capture_output=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.splitlines()
-    assert b"self." in b"\n".join(text[-4:]) and b" tokens in " in done.stderr

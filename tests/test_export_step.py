@@ -303,7 +303,7 @@ def test_acceptance_has_to_be_seen_from_outside():
         _ = exported.commit
 
 
-def test_a_pool_read_after_its_update_stays_right_and_uncut():
+def test_a_pool_read_after_its_update_stays_right_and_uncut(tmp_path):
     def step(pool, slots, q, k, v, g, beta, num_accepted):
         o = plain_function(pool, slots, q, k, v, g, beta, num_accepted)
         return o + pool[slots].sum((1, 2, 3))[:, None, None, None]
@@ -317,6 +317,8 @@ def test_a_pool_read_after_its_update_stays_right_and_uncut():
     torch.testing.assert_close(pool, expected_pool)
     with pytest.raises(ExportError, match="reads a pool after it has updated it"):
         _ = exported.verify
+    with pytest.raises(ExportError, match=r"programs of \['step'\], but had \['verify'\]: the step reads a pool after"):
+        exported.save(tmp_path, aot_inductor=("verify",))
 
 
 def test_old_contents_read_after_the_update_are_not_overwritten():

@@ -87,7 +87,7 @@ def find_acceptance(step: StepGraph) -> Node:
         length = _length(node)
         while length is not None and length not in known:
             sources = length.all_input_nodes
-            length = sources[0] if len(sources) == 1 and length.target in _STEPS else None
+            length = sources[0] if len(sources) == 1 and _keeps_rows(length) else None
         if _length(node) is not None:
             if length is None:
                 raise ExportError(
@@ -100,6 +100,13 @@ def find_acceptance(step: StepGraph) -> Node:
     if len(found) > 1:
         raise ExportError(f"the layers commit by different numbers of accepted tokens ({', '.join(map(str, found))})")
     return next(iter(found))
+
+
+def _keeps_rows(node: Node) -> bool:
+    if node.target is aten.select.int:  # of a single row there is one to select
+        source, dim = node.args[:2]
+        return source.meta["val"].shape[dim] == 1
+    return node.target in _STEPS
 
 
 def _length(node: Node) -> Node | None:

@@ -89,7 +89,8 @@ class ExportedStep:
         directory.mkdir(parents=True, exist_ok=True)
         unknown = set(aot_inductor) - set(self.emitted)
         if unknown:
-            raise ExportError(f"aot_inductor should name programs of {sorted(self.emitted)}, but had {sorted(unknown)}")
+            message = f"aot_inductor should name programs of {sorted(self.emitted)}, but had {sorted(unknown)}"
+            raise ExportError(f"{message}: {self.manifest.uncut}" if self.manifest.uncut else message)
         for name, emitted in self.emitted.items():
             described = self.manifest.programs[name]
             if self.manifest.operators == "triton":

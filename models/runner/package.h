@@ -1,4 +1,4 @@
-// An AOTInductor package of models.speculation.SpeculativeStep, checked against what this runner feeds it.
+// One program of compile_passes.export_step as an AOTInductor package, and what its metadata says of it.
 #pragma once
 
 #include <cstdint>
@@ -9,28 +9,32 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
-struct Accepted {
-  std::string tokens;  // tokens[:n]; the last of them is newly sampled
-  int64_t count;
+struct Port {
+  std::string name;
+  at::ScalarType dtype;
+  std::vector<int64_t> shape;
 };
 
-class SpeculativePackage {
+[[noreturn]] void refuse(const std::string& what);
+
+class Package {
  public:
-  // Throws std::runtime_error that names the difference, if the package is of another kind.
-  explicit SpeculativePackage(const std::string& path);
+  // Throws std::runtime_error that names the difference, if it was compiled for another torch or for a device that is not
+  // here, or has dynamic shapes.
+  explicit Package(const std::string& path);
 
-  // One step of the only request: `row` is the last committed token, drafts and padding, `window()` tokens in all.
-  Accepted step(const std::string& row, int64_t drafts, int64_t forced, int64_t position);
+  const std::string& program() const { return program_; }  // step, verify or commit
+  const std::string& pools() const { return pools_; }      // buffers: inside the package; inputs: the caller's
+  at::Device device() const { return device_; }
+  const std::vector<Port>& inputs() const { return inputs_; }
+  const std::vector<Port>& outputs() const { return outputs_; }
+  const std::vector<Port>& buffers() const { return buffers_; }
 
-  int64_t window() const { return window_; }
-  int64_t max_length() const { return max_length_; }
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) { return loader_->run(inputs); }
 
  private:
-  at::Tensor one(int64_t value) const;  // [1], where the package runs
-
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader_;
+  std::string program_, pools_;
   at::Device device_{at::kCPU};
-  int64_t window_ = 0;
-  int64_t max_length_ = 0;
-  std::vector<at::Tensor> constant_inputs_;  // slots, temperature (greedy) and the noise that greedy decoding ignores
+  std::vector<Port> inputs_, outputs_, buffers_;
 };
