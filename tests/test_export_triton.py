@@ -22,7 +22,9 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 triton.runtime.driver.set_active(Driver())
-from exporting import export_small, small_step
+from exporting import convolutions_replaced, export_small, small_step
+from compile_passes import export_step
+from models.decode import example_inputs
 
 # 2 heads: from 49 rows on the launchers would shape the kernels otherwise.
 exported = export_small(small_step(), dynamic=True, most=200, triton=True)
@@ -30,6 +32,11 @@ found = {{"dims": list(exported.manifest.dims.values())}}
 for name in ("step", "verify", "commit"):
     calls = [n for n in getattr(exported, name).run_decompositions().graph.nodes if "triton_kernel" in str(n.target)]
     found[name] = [[sorted(n.kwargs["tensors_to_clone"]), str(n.kwargs["grid"][0][0])] for n in calls]
+with convolutions_replaced():
+    alone = export_step(small_step(), example_inputs(1, 3, 256, "cpu"), triton=True)
+found["alone"] = [
+    sum("triton_kernel" in str(n.target) for n in program.graph.nodes) for program in (alone.verify, alone.commit)
+]
 print("found", json.dumps(found), exported.manifest.operators)
 """
 
@@ -40,6 +47,7 @@ def test_kernels_are_visible_with_symbolic_grids_and_known_writes():
     assert lines and lines[0].endswith(" triton"), result.stdout + result.stderr
     found = json.loads(lines[0].removeprefix("found ").removesuffix(" triton"))
     assert found.pop("dims") == [[2, 200]], "no choice of the launchers may narrow the batch"
+    assert found.pop("alone") == [2, 2], "of one request, with the convolution's, in halves"
     (verify,), (commit,) = found["verify"], found["commit"]
     assert verify[0] == ["o", "u"]  # the pool is read, and must not be cloned
     assert "dest_state" in commit[0] and not {"source_state", "u", "k", "g"} & set(commit[0])
