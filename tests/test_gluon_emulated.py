@@ -94,6 +94,19 @@ def test_verify(name, dtypes, programs, monkeypatch):
     parity(name, dtypes, programs, monkeypatch)
 
 
+LATER = [pytest.param(arch, marks=pytest.mark.exhaustive) for arch in (100, 120)]
+
+
+@pytest.mark.parametrize("arch", (80, *LATER))
+def test_other_architectures(arch, full_gpu):
+    """The compiler has other instructions to choose from: no ``stmatrix`` before sm_90."""
+    x = build(BY_NAME["bounded_64_packed"], "cpu", torch.bfloat16, torch.bfloat16)
+    with emulated(arch) as emulator:
+        u = check_verify(x)
+        kernel_cases.check_states(x, u, [7, 0, 2, 1])
+    assert emulator.kernels == ["verify_async_kernel", "commit_async_kernel"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "dtypes", "programs"), REST)
 def test_verify_of_everything(name, dtypes, programs, monkeypatch):

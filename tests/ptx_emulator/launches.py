@@ -20,8 +20,9 @@ from ptx_emulator.machine import Machine
 from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.program import Program
 
-# Compiled once in a process: kernel, what Triton specialises on, options, architecture.
-_compiled: dict[tuple, tuple[Compiled, Machine]] = {}
+# Once in a process, by kernel, what Triton specialises on, options and architecture; and by what was done to the PTX.
+_compiled: dict[tuple, Compiled] = {}
+_machines: dict[tuple, Machine] = {}
 
 
 @dataclass
@@ -36,12 +37,13 @@ class Emulator:
 
     def launch(self, launch: Launch) -> None:
         arguments, specialization, options = _binder(launch.kernel, self.arch)(*launch.arguments, **launch.keywords)
-        key = (launch.kernel, str(specialization), str(options), self.arch, self.change)
+        key = (launch.kernel, str(specialization), str(options), self.arch)
         if key not in _compiled:
-            compiled = compile_launch(launch, self.arch)
+            _compiled[key] = compile_launch(launch, self.arch)
+        compiled = _compiled[key]
+        if (key, self.change) not in _machines:
             ptx = compiled.ptx if self.change is None else self.change(compiled.ptx)
-            _compiled[key] = compiled, Machine(Program.parse(ptx), compiled.shared_bytes)
-        compiled, machine = _compiled[key]
+            _machines[key, self.change] = Machine(Program.parse(ptx), compiled.shared_bytes)
         self.kernels.append(compiled.kernel)
         self.compiled.append(compiled)
         values = arguments.values() if isinstance(arguments, dict) else arguments
@@ -50,7 +52,7 @@ class Emulator:
         memory = GlobalMemory([*(x for x, _ in given if isinstance(x, Tensor)), *self.reachable])
         if any(size != 1 for size in launch.grid[1:]):
             raise NotImplementedError("grids of more than one dimension")
-        machine.run(launch.grid[0], parameters, memory)
+        _machines[key, self.change].run(launch.grid[0], parameters, memory)
 
 
 @contextlib.contextmanager
