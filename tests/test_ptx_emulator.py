@@ -87,6 +87,12 @@ ARITHMETIC = [
     ("neg.s32 %r1, %r2", (1,), M),
     ("add.f32 %r1, %r2, %r3", (bits(1.0), bits(2.0**-24)), bits(1.0)),
     ("fma.rn.f32 %r1, %r2, %r3, %r4", (bits(1 + 2.0**-12), bits(1 + 2.0**-12), bits(-1 - 2.0**-11)), bits(2.0**-24)),
+    ("mov.b32 {%rs1, %rs2}, %r2; add.rn.f32.bf16 %r1, %rs2, %r3", (bits(1.5), bits(2.0)), bits(3.5)),
+    (
+        "mov.b64 %rd5, {%r2, %r3}; fma.rn.f32x2 %rd5, %rd5, %rd5, %rd5; mov.b64 {%r4, %r5}, %rd5; sub.f32 %r1, %r5, %r4",
+        (bits(1.0), bits(3.0)),
+        bits(10.0),
+    ),
     ("neg.f32 %r1, %r2", (bits(0.0),), bits(-0.0)),
     ("abs.f32 %r1, %r2", (bits(-3.0),), bits(3.0)),
     ("max.f32 %r1, %r2, %r3", (bits(float("nan")), bits(-1.0)), bits(-1.0)),

@@ -5,6 +5,7 @@ Opcodes stand in full. One with another modifier (``.sat``, another rounding) is
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,9 +202,14 @@ def _table() -> dict[str, Elementwise]:
     add("prmt.b32", _permuted_bytes, "b32", "b32", "b32", "b32")
 
     for name, function in {"add": operator.add, "sub": operator.sub, "mul": operator.mul}.items():
-        for rounding in ("", ".rn"):
-            add(f"{name}{rounding}.f32", function, "f32", "f32", "f32")
-    add("fma.rn.f32", _fma, "f32", "f32", "f32", "f32")
+        for rounding, kind in itertools.product(("", ".rn"), ("f32", "f32x2")):
+            add(f"{name}{rounding}.{kind}", function, kind, kind, kind)
+    for kind in ("f32", "f32x2"):
+        add(f"fma.rn.{kind}", _fma, kind, kind, kind, kind)
+    for half in ("f16", "bf16"):
+        add(f"add.rn.f32.{half}", lambda a, b: a.astype(np.float32) + b, half, "f32", "f32")
+        add(f"sub.rn.f32.{half}", lambda a, b: a.astype(np.float32) - b, half, "f32", "f32")
+        add(f"fma.rn.f32.{half}", _fma, half, half, "f32", "f32")
     add("neg.f32", lambda x: (x.view(np.uint32) ^ np.uint32(1 << 31)).view(np.float32), "f32", "f32")
     add("abs.f32", np.abs, "f32", "f32")
     for name, pick, drop in (("min", np.minimum, np.fmin), ("max", np.maximum, np.fmax)):

@@ -1,7 +1,7 @@
 """PTX's fundamental types as numpy's, and operands as functions that read or write a block's registers.
 
 A register holds raw bits, an array over the block's threads. Instructions give them a type: ``f32`` is a view, ``bf16`` is
-decoded to float32 and rounded to nearest even.
+decoded to float32 and rounded to nearest even, ``f32x2`` are two numbers for each thread.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ TYPES = {
     **{f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)},
     **{f"f{bits}": np.dtype(f"f{bits // 8}") for bits in (16, 32, 64)},
     "bf16": np.dtype(np.uint16),
+    "f32x2": np.dtype(np.uint64),
 }
 # What nobody wrote, in the threads that did not write a register that others wrote: NaN in every type.
 POISON = {2: np.uint16(0x7FEF), 4: np.uint32(0x7FEFBEEF), 8: np.uint64(0x7FFFBEEF7FEFBEEF)}
@@ -42,6 +43,13 @@ def bf16_from_float(x: np.ndarray) -> np.ndarray:
     bits = x.view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
+
+
+# Types that numpy lacks: from raw bits to values, and back.
+CODED: dict[str, tuple[Callable, Callable]] = {
+    "bf16": (bf16_to_float, bf16_from_float),
+    "f32x2": (lambda raw: raw.view(np.float32).reshape(-1, 2), lambda x: np.ascontiguousarray(x).view(np.uint64)[:, 0]),
+}
 
 
 def source(program: Program, operand: str, kind: str) -> Source:
@@ -63,8 +71,9 @@ def _register(name: str, declared: str, kind: str) -> Source:
     dtype = TYPES[kind]
     if (declared == "pred") != (kind == "pred"):
         raise PTXError(f"{name} is declared .{declared}, not .{kind}")
-    if kind == "bf16":
-        return lambda block: bf16_to_float(block.read(name))
+    if kind in CODED:
+        decode, _ = CODED[kind]
+        return lambda block: decode(block.read(name))
     if TYPES[declared].itemsize == dtype.itemsize:
         return lambda block: block.read(name).view(dtype)
     if TYPES[declared].itemsize < dtype.itemsize:
@@ -81,8 +90,9 @@ def target(program: Program, operand: str, kind: str) -> Target:
     dtype = TYPES[declared]
     if dtype.itemsize < TYPES[kind].itemsize:
         raise PTXError(f"{operand} has fewer bits than .{kind}")
-    if kind == "bf16":
-        return lambda block, value, mask: block.write(operand, bf16_from_float(value), mask)
+    if kind in CODED:
+        _, encode = CODED[kind]
+        return lambda block, value, mask: block.write(operand, encode(value), mask)
     if dtype.itemsize == TYPES[kind].itemsize:
         return lambda block, value, mask: block.write(operand, value.view(dtype), mask)
     return lambda block, value, mask: block.write(operand, value.astype(dtype), mask)
@@ -109,7 +119,7 @@ def constant(operand: str, kind: str, threads: int) -> np.ndarray:
     if kind == "pred":
         return np.full(threads, number != 0)
     raw = np.full(threads, number & ((1 << 8 * dtype.itemsize) - 1), RAW[dtype.itemsize])
-    return bf16_to_float(raw) if kind == "bf16" else raw.view(dtype)
+    return CODED[kind][0](raw) if kind in CODED else raw.view(dtype)
 
 
 # Where a block's shared memory begins: zero would make an address of what was never computed look right.
