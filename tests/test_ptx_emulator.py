@@ -1,5 +1,6 @@
 """The emulator of compiled kernels: each instruction's meaning, and that it sees what it says it sees."""
 
+import itertools
 import os
 import re
 
@@ -113,6 +114,7 @@ ARITHMETIC = [
     ("setp.gt.u32 %p1, %r2, %r3; selp.b32 %r1, 7, 9, %p1", (M, 1), 7),
     ("setp.gt.u32 %p1, %r2, %r3; not.pred %p1, %p1; selp.b32 %r1, 7, 9, %p1", (M, 1), 9),
     ("mov.b32 {%rs1, %rs2}, %r2; mov.b32 %r1, {%rs2, %rs1}", (0x12345678,), 0x56781234),
+    ("mov.b32 {_, %rs1}, %r2; cvt.u32.u16 %r1, %rs1", (0x12345678,), 0x1234),
     ("cvt.s64.s32 %rd5, %r2; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r1, %rd5", (M,), M),
     ("cvt.u64.u32 %rd5, %r2; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r1, %rd5", (M,), 0),
     ("mul.wide.s32 %rd5, %r2, %r3; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r1, %rd5", (M, 3), M),
@@ -466,12 +468,20 @@ def test_a_dropped_mask_is_outside():
 PACKED = next(case for case in kernel_cases.CASES if case.name == "bounded_64_packed")
 
 
+WAIT, BARRIER = r"(cp\.async\.wait_group\s+)(\d+)", r"bar\.sync\s+0;"
+
+
+def weaker(wait: re.Match) -> str:
+    """Lets one copy more be on its way."""
+    return f"{wait[1]}{int(wait[2]) + 1}"
+
+
 def weaker_waits(ptx: str) -> str:
-    return re.sub(r"(cp\.async\.wait_group\s+)(\d+)", lambda m: f"{m[1]}{int(m[2]) + 1}", ptx)
+    return re.sub(WAIT, weaker, ptx)
 
 
 def no_barriers(ptx: str) -> str:
-    return re.sub(r"bar\.sync[^;]*;", "", ptx)
+    return re.sub(BARRIER, "", ptx)
 
 
 def unmasked_stores(ptx: str) -> str:
@@ -488,10 +498,37 @@ def same(ptx: str) -> str:
 
 BROKEN = {
     weaker_waits: r"waited for(?s:.*)by cp\.async(?s:.*)verify_async\.py",
-    no_barriers: r"a race(?s:.*)by st\.shared(?s:.*)tiles\.py(?s:.*)in ldmatrix",
     unmasked_stores: r"outside of every tensor(?s:.*)st\.global(?s:.*)verify_async\.py",
     unmasked_loads: r"outside of every tensor(?s:.*)ld\.global(?s:.*)verify_async\.py",
 }
+
+
+def changed_once(pattern: str, change, number: int):
+    """Changes the match with that number, and no other."""
+    numbers = itertools.count()
+    return lambda ptx: re.sub(pattern, lambda match: change(match) if next(numbers) == number else match[0], ptx)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change", "message"),
+    (
+        (WAIT, weaker, r"waited for(?s:.*)by cp\.async(?s:.*)tiles\.py"),
+        (BARRIER, lambda _: "", r"a race(?s:.*)by (st|ld|cp)(?s:.*)in (st|ld|cp)"),
+    ),
+    ids=("wait", "barrier"),
+)
+def test_every_wait_and_every_barrier_of_verify_is_needed(pattern, change, message, monkeypatch):
+    """Any one that is missing is noticed."""
+    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    inputs = kernel_cases.build(PACKED, "cpu", torch.bfloat16, torch.bfloat16)
+    with emulated() as emulator:
+        inputs.verify()
+        count = len(re.findall(pattern, emulator.compiled[0].ptx))
+        for number in range(count):
+            emulator.change = changed_once(pattern, change, number)
+            with pytest.raises(PTXError, match=message):
+                inputs.verify()
+    assert count > 1
 
 
 @pytest.mark.parametrize("change", BROKEN, ids=lambda change: change.__name__)

@@ -66,7 +66,6 @@ class Machine:
 
     def __init__(self, program: Program, shared_bytes: int = 0):
         self.program, self.shared_bytes = program, shared_bytes
-        self.executed = 0
         self._guards = [self._located(self._guard, s) for s in program.statements]
         self._code = [self._located(self._decode, s) for s in program.statements]
 
@@ -147,7 +146,6 @@ class Machine:
             except PTXError as error:
                 raise self._explained(error, at, block) from None
             _send(at_statement, at + 1, active)
-        self.executed += executed
         if at_barrier:
             waiting = statements[min(at_barrier) - 1]
             raise PTXError("some threads wait at a barrier, and the others have ended", str(waiting))

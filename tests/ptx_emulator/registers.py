@@ -83,7 +83,9 @@ def _register(name: str, declared: str, kind: str) -> Source:
 
 
 def target(program: Program, operand: str, kind: str) -> Target:
-    """A register. One that is wider than the type gets the value extended, by its sign if the type has one."""
+    """A register, or ``_`` for none. One that is wider than the type gets the value extended, by its sign if it has one."""
+    if operand == "_":
+        return lambda block, value, mask: None
     declared = program.register_type(operand)
     if declared is None or (declared == "pred") != (kind == "pred"):
         raise PTXError(f"{operand} is not declared as a register for .{kind}")
