@@ -16,17 +16,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import kernel_cases
 import kernel_checks as checks
-import layers_kernel_checks as layers_checks
 from kernel_cases import CASES, Case, build, check_verify
 from ptx_emulator.launches import emulated
 from test_triton_cuda import DTYPES, LARGE
 
-from recoverssm_ops.triton import configs, launch_layers
+from benchmarks.compilation import only_launch
+from recoverssm_ops.triton import configs
 
-BY_NAME = {case.name: case for case in (*CASES, *LARGE)}
+PLAIN_BETA = Case("bounded_plain_beta", 8, K=64, V=32, beta="plain", index_dtype=torch.int64)
+BY_NAME = {case.name: case for case in (*CASES, *LARGE, PLAIN_BETA)}
 FEW = {"few": configs.FEW_PROGRAMS, "many": 0}
-# Every kernel, dtype, and branch of the kernels' constants at least once: tokens in one block or two, operands held or not,
-# one to four buffers, two to eight warps, rows of one tile or several, and cut off, two pieces of one buffer.
+# Every dtype and every branch of the kernel's constants at least once, as test_the_covering_set_covers checks.
 COVERING = [
     ("window_128", "bf16", "many"),
     ("window_128", "fp32", "many"),
@@ -34,6 +34,7 @@ COVERING = [
     ("bounded_112_160", "fp32_data_bf16_pool", "many"),
     ("padding_packed", "bf16", "many"),
     ("no_slots", "bf16", "many"),
+    ("bounded_plain_beta", "fp16", "many"),
     ("neg_eigval", "bf16_data_fp32_pool", "many"),
     ("size_256_packed", "bf16", "many"),
     ("size_144_160", "bf16_data_fp32_pool", "many"),
@@ -94,6 +95,40 @@ def test_verify(name, dtypes, programs, monkeypatch):
     parity(name, dtypes, programs, monkeypatch)
 
 
+def choices(name, dtypes, programs, monkeypatch) -> set[tuple]:
+    """What decides which branches of the kernel a launch compiles: name and value of each."""
+    monkeypatch.setattr(configs, "FEW_PROGRAMS", FEW[programs])
+    case = BY_NAME[name]
+    x = build(case, "cpu", *DTYPES[dtypes])
+    options = only_launch(x.verify).keywords
+    K, columns, two_blocks = case.K, options["COLUMNS"], case.T > 8
+    tiles = case.V // (options["ROWS"] * options["num_warps"]) * -(-K // columns)
+    derived = {
+        "tokens": two_blocks,
+        "shifted": options["SHIFT"] != 0,
+        "rows of several tiles": columns < K,
+        "rows cut off": K % columns != 0,
+        "tiles of several parts": columns > options["PART"],
+        "buffers used again": tiles > options["BUFFERS"],
+        "padded columns": options["BK"] > K,
+        "both pieces in turn": options["PIECES"] == 0 and two_blocks and options["BK"] > 128,
+        "packed": bool(case.lengths),
+        "slots": x.slots is not None,
+        "shared heads": case.H != case.HV,
+        "dtypes": dtypes,
+    }
+    named = ("PIECES", "HOLD", "BUFFERS", "num_warps", "USE_SIGMOID", "NEG_EIGVAL")
+    return {*derived.items(), *((option, options[option]) for option in named)}
+
+
+def test_the_covering_set_covers(monkeypatch):
+    """Whatever branch some case takes, a case of the default set takes it."""
+    covered, others = (
+        set().union(*(choices(*settings, monkeypatch) for settings in some)) for some in (COVERING, REST)
+    )
+    assert others - covered == set()
+
+
 LATER = [pytest.param(arch, marks=pytest.mark.exhaustive) for arch in (100, 120)]
 
 
@@ -116,7 +151,7 @@ def test_verify_of_everything(name, dtypes, programs, monkeypatch):
 COMMITS = [
     Case("packed_unbounded", 7, K=64, V=64, H=2, HV=4, gate="unbounded", lengths=(7, 0, 3, 1), tail=5, padding=(2,)),
     Case("cut_off_bounded", 5, K=112, V=96, padding=(0,)),
-    Case("raw_decay", 8, K=128, V=128, gate="none", l2norm=False),
+    Case("raw_decay", 8, K=64, V=128, gate="none", l2norm=False),
 ]
 
 
@@ -139,6 +174,20 @@ def commit_parity(case, data):
     with emulated() as emulator:
         checks.parity(case, "cpu", {"bf16": torch.bfloat16, "fp32": torch.float32}[data], torch.bfloat16)
     assert emulator.kernels.count("commit_async_kernel") == 2
+
+
+def test_pool_with_gaps(full_gpu):
+    """Whole rows, and between heads and slots what is not the pool's."""
+    case = Case("gaps", 8, K=64, V=64, HV=2, batch=2)
+    x = build(case, "cpu", torch.bfloat16, torch.bfloat16)
+    slots, heads, row = len(x.state), case.HV, case.V * case.K
+    storage = torch.full((slots * (heads * (row + 32) + 48) + 16,), kernel_cases.GUARD, dtype=torch.bfloat16)
+    state = storage.as_strided(x.state.shape, (heads * (row + 32) + 48, row + 32, case.K, 1), 16)
+    state.copy_(x.state)
+    x.state, x.storage = state, storage
+    with emulated() as emulator:
+        kernel_cases.check_states(x, check_verify(x), [8, 3])
+    assert emulator.kernels == ["verify_async_kernel", "commit_kernel", "commit_async_kernel"]
 
 
 @pytest.fixture
@@ -193,7 +242,15 @@ def test_input_strides(pool, whole_rows, full_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("T", "K", "pool"), ((6, 64, torch.bfloat16), (16, 64, torch.bfloat16), (8, 192, torch.float32)), ids=str
+    ("T", "K", "pool"),
+    (
+        (6, 64, torch.bfloat16),
+        (16, 64, torch.bfloat16),
+        (6, 64, torch.float32),
+        pytest.param(8, 192, torch.float32, marks=pytest.mark.exhaustive),
+        pytest.param(16, 128, torch.float16, marks=pytest.mark.exhaustive),
+    ),
+    ids=str,
 )
 def test_later_tokens_do_not_reach_earlier_ones(T, K, pool):
     """Rejected tokens that are not finite: 0 * NaN is NaN, wherever a matrix unit multiplies by a zero."""
@@ -201,50 +258,3 @@ def test_later_tokens_do_not_reach_earlier_ones(T, K, pool):
         sizes = {"T": T, "K": K, "V": 64, "HV": 1, "batch": 1}
         checks.later_tokens_do_not_reach_earlier_ones("cpu", pool, 3, ("bounded",), **sizes)
     assert set(emulator.kernels) == {"verify_async_kernel"}
-
-
-def layers_case(name: str, K: int, V: int, value_heads: int = 2, **settings) -> layers_checks.Case:
-    sizes = {"heads": 1, "value_heads": value_heads, "key_dim": K, "value_dim": V}
-    kind = {"sizes": sizes, "guard": 0, **settings.pop("kind", {})}
-    return layers_checks.Case(name, kind=kind, **settings)
-
-
-LAYERS = [
-    next(case for case in layers_checks.CASES if case.name == "whole_rows"),
-    layers_case("packed", 96, 96, kind={"lengths": [4, 0, 2], "tail": 3}),
-    layers_case("precomputed", 64, 32, 1, pad_slot_id=0, kind={"gate": "precomputed"}),
-]
-MORE_LAYERS = [
-    layers_case("one_layer", 64, 64, layers=1),
-    layers_case("many_layers", 128, 64, 1, layers=11, batch=1),
-    layers_case("smallest", 16, 32),
-    layers_case("cut_off", 112, 160, pad_slot_id=0),
-    layers_case("unbounded", 64, 64, kind={"gate": "unbounded"}),
-    layers_case("no_norm", 64, 64, kind={"l2norm": False}),
-]
-
-
-def layers_parity(case, data, monkeypatch):
-    address_table = launch_layers.address_table
-    with emulated() as emulator:
-
-        def noted(kinds, device):
-            emulator.reachable = [x for tensors in kinds for x in tensors]
-            return address_table(kinds, device)
-
-        monkeypatch.setattr(launch_layers, "address_table", noted)
-        layers_checks.parity(case, "cpu", data, torch.bfloat16)
-    assert emulator.kernels.count("commit_layers_async_kernel") == 1
-    assert emulator.kernels.count("commit_async_kernel") == case.layers
-
-
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
-def test_layers_have_the_bits_of_one_launch_each(case, monkeypatch, full_gpu):
-    layers_parity(case, torch.bfloat16, monkeypatch)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("data", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
-@pytest.mark.parametrize("case", MORE_LAYERS, ids=lambda case: case.name)
-def test_more_layers_have_the_bits_of_one_launch_each(case, data, monkeypatch, full_gpu):
-    layers_parity(case, data, monkeypatch)
