@@ -1,0 +1,70 @@
+"""The Gluon commit of all layers, compiled and emulated on the CPU: the bits of one launch a layer."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+import layers_kernel_checks as checks
+from layers_kernel_checks import Case
+from ptx_emulator.launches import emulated
+
+from recoverssm_ops.triton import configs, launch_layers
+
+
+@pytest.fixture(autouse=True)
+def full_gpu(monkeypatch):
+    """Only where programs are many is a commit the Gluon kernel's."""
+    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+
+
+def case_of(name: str, K: int, V: int, value_heads: int = 2, **settings) -> Case:
+    sizes = {"heads": 1, "value_heads": value_heads, "key_dim": K, "value_dim": V}
+    kind = {"sizes": sizes, "guard": 0, **settings.pop("kind", {})}
+    return Case(name, kind=kind, **settings)
+
+
+LAYERS = [
+    next(case for case in checks.CASES if case.name == "whole_rows"),
+    case_of("packed", 96, 96, layers=2, kind={"lengths": [4, 0, 2], "tail": 3}),
+    case_of("precomputed", 64, 32, 1, pad_slot_id=0, kind={"gate": "precomputed"}),
+]
+MORE_LAYERS = [
+    case_of("one_layer", 64, 64, layers=1),
+    case_of("many_layers", 128, 64, 1, layers=11, batch=1),
+    case_of("smallest", 16, 32),
+    case_of("cut_off", 112, 160, pad_slot_id=0),
+    case_of("unbounded", 64, 64, kind={"gate": "unbounded"}),
+    case_of("head_first", 64, 64, kind={"pool_order": "head-first"}),
+    case_of("no_norm", 64, 64, kind={"l2norm": False}),
+]
+
+
+def parity(case, data, monkeypatch):
+    address_table = launch_layers.address_table
+    with emulated() as emulator:
+
+        def noted(kinds, device):
+            emulator.reachable = [x for tensors in kinds for x in tensors]
+            return address_table(kinds, device)
+
+        monkeypatch.setattr(launch_layers, "address_table", noted)
+        checks.parity(case, "cpu", data, torch.bfloat16)
+    assert emulator.kernels.count("commit_layers_async_kernel") == 1
+    assert emulator.kernels.count("commit_async_kernel") == case.layers
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+def test_layers_have_the_bits_of_one_launch_each(case, monkeypatch):
+    parity(case, torch.bfloat16, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("data", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
+@pytest.mark.parametrize("case", MORE_LAYERS, ids=lambda case: case.name)
+def test_more_layers_have_the_bits_of_one_launch_each(case, data, monkeypatch):
+    parity(case, data, monkeypatch)
