@@ -293,6 +293,15 @@ RACES = {
 }
 
 
+def test_a_copy_over_what_another_warp_has_written_is_a_race():
+    x = torch.zeros(256, dtype=torch.int32)
+    copy = f"{shared_address(scale=16)} xor.b32 %r7, %r9, 512; st.shared.b32 [%r9], 0; {{}} mad.wide.u32 %rd9, %r0, 16, %rd0;"
+    copy += "cp.async.cg.shared.global [%r7], [%rd9], 0x10, 0x10;"
+    with pytest.raises(PTXError, match=r"a race(?s:.*)by st\.shared(?s:.*)in cp\.async"):
+        run(copy.format(""), x, threads=64, shared=1024)
+    run(copy.format("bar.sync 0;"), x, threads=64, shared=1024)
+
+
 @pytest.mark.parametrize("accesses", RACES.values(), ids=RACES)
 def test_a_race_of_two_warps_is_named(accesses):
     first, second = [a.strip() for a in accesses.split(";") if ".shared" in a][-2:]

@@ -128,6 +128,8 @@ class SharedMemory:
         """What these bytes will be is on its way: until :meth:`end_copy` they may be neither read nor written."""
         grains = self._grains(addresses, size)
         self._check_writable(grains, warps)
+        others = (self._written_at[grains] == self.barriers) & (self._writer[grains] != warps[:, None])
+        self._check_order(others, self._writing[grains], "written")
         self._arriving[grains] = self.statement
 
     def end_copy(self, addresses: np.ndarray, values: np.ndarray, warps: np.ndarray) -> None:
