@@ -480,6 +480,9 @@ PACKED = next(case for case in kernel_cases.CASES if case.name == "bounded_64_pa
 WAIT, BARRIER = r"(cp\.async\.wait_group\s+)(\d+)", r"bar\.sync\s+0;"
 
 
+OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+
+
 def weaker(wait: re.Match) -> str:
     """Lets one copy more be on its way."""
     return f"{wait[1]}{int(wait[2]) + 1}"
@@ -522,7 +525,12 @@ def changed_once(pattern: str, change, number: int):
     ("pattern", "change", "message"),
     (
         (WAIT, weaker, r"waited for(?s:.*)by cp\.async(?s:.*)tiles\.py"),
-        (BARRIER, lambda _: "", r"a race(?s:.*)by (st|ld|cp)(?s:.*)in (st|ld|cp)"),
+        pytest.param(
+            *(BARRIER, lambda _: "", r"a race(?s:.*)by (st|ld|cp)(?s:.*)in (st|ld|cp)"),
+            marks=pytest.mark.skipif(
+                OLD_TRITON, reason="Triton 3.6 places barriers between stores to different places"
+            ),
+        ),
     ),
     ids=("wait", "barrier"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from torch import Tensor
@@ -52,7 +52,9 @@ class GlobalMemory:
         for here, memory, at in self._found(addresses, words, width):
             memory[at[:, None] + np.arange(words)] = values[here]
 
-    def _found(self, addresses: np.ndarray, words: int, width: int):
+    def _found(
+        self, addresses: np.ndarray, words: int, width: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each span that is accessed: which of the addresses, its memory as words, and the words' indices."""
         size = words * width
         _check_aligned(addresses, size)
