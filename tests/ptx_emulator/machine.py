@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ptx_emulator import matrix, transfers
-from ptx_emulator.arithmetic import ELEMENTWISE
+from ptx_emulator.arithmetic import ELEMENTWISE, Elementwise
 from ptx_emulator.errors import PTXError
 from ptx_emulator.memory import Conflict, GlobalMemory, SharedMemory
 from ptx_emulator.program import Program, Statement
@@ -18,6 +18,8 @@ from ptx_emulator.registers import POISON, Source, source, target
 
 # The second argument: which threads execute (None: all of them).
 Execute = Callable[["Block", "np.ndarray | None"], None]
+# From a statement to the threads that execute it next.
+Places = dict[int, np.ndarray]
 # A kernel that runs longer does not end.
 MOST_STATEMENTS = 5_000_000
 SCRATCH_PARAMETERS = 2
@@ -108,7 +110,7 @@ class Machine:
                 return table[opcode](self.program, operands)
         raise PTXError(f"{opcode} is not known")
 
-    def _elementwise(self, operation, operands: Sequence[str]) -> Execute:
+    def _elementwise(self, operation: Elementwise, operands: Sequence[str]) -> Execute:
         if len(operands) != len(operation.sources) + 1:
             raise PTXError(f"{len(operation.sources) + 1} operands were expected")
         if any(x.startswith("{") for x in operands):
@@ -119,9 +121,9 @@ class Machine:
         return lambda block, mask: write(block, function(*[read(block) for read in reads]), mask)
 
     def _run_block(self, block: Block) -> None:
-        at_statement: dict[int, np.ndarray] = {0: np.ones(block.threads, bool)}
-        at_barrier: dict[int, np.ndarray] = {}
-        statements, end = self.program.statements, len(self.program.statements)
+        at_statement: Places = {0: np.ones(block.threads, bool)}
+        at_barrier: Places = {}
+        end = len(self.program.statements)
         executed = 0
         while at_statement:
             at = min(at_statement)
@@ -137,7 +139,7 @@ class Machine:
                 guard, code = self._guards[at], self._code[at]
                 if code is None:
                     chosen = active if guard is None else active & guard(block)
-                    self._flow(statements[at], at, active, chosen, at_statement, at_barrier, block)
+                    self._flow(at, active, chosen, at_statement, at_barrier, block)
                     continue
                 if guard is None:
                     code(block, block.active)
@@ -147,11 +149,14 @@ class Machine:
                 raise self._explained(error, at, block) from None
             _send(at_statement, at + 1, active)
         if at_barrier:
-            waiting = statements[min(at_barrier) - 1]
+            waiting = self.program.statements[min(at_barrier) - 1]
             raise PTXError("some threads wait at a barrier, and the others have ended", str(waiting))
 
-    def _flow(self, statement, at: int, active, chosen, at_statement, at_barrier, block: Block) -> None:
+    def _flow(
+        self, at: int, active: np.ndarray, chosen: np.ndarray, at_statement: Places, at_barrier: Places, block: Block
+    ) -> None:
         """A branch, an end or a barrier: where the threads are next."""
+        statement = self.program.statements[at]
         if (passing := active & ~chosen).any():
             _send(at_statement, at + 1, passing)
         if not chosen.any():
@@ -175,5 +180,5 @@ class Machine:
         return PTXError(reason, f"{self.program.statements[at]}, block {block.index} of {self.program.name}")
 
 
-def _send(places: dict[int, np.ndarray], at: int, mask: np.ndarray) -> None:
+def _send(places: Places, at: int, mask: np.ndarray) -> None:
     places[at] = places[at] | mask if at in places else mask

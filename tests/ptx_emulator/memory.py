@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from torch import Tensor
@@ -52,7 +52,9 @@ class GlobalMemory:
         for here, memory, at in self._found(addresses, words, width):
             memory[at[:, None] + np.arange(words)] = values[here]
 
-    def _found(self, addresses: np.ndarray, words: int, width: int):
+    def _found(
+        self, addresses: np.ndarray, words: int, width: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each span that is accessed: which of the addresses, its memory as words, and the words' indices."""
         size = words * width
         _check_aligned(addresses, size)
@@ -128,6 +130,8 @@ class SharedMemory:
         """What these bytes will be is on its way: until :meth:`end_copy` they may be neither read nor written."""
         grains = self._grains(addresses, size)
         self._check_writable(grains, warps)
+        others = (self._written_at[grains] == self.barriers) & (self._writer[grains] != warps[:, None])
+        self._check_order(others, self._writing[grains], "written")
         self._arriving[grains] = self.statement
 
     def end_copy(self, addresses: np.ndarray, values: np.ndarray, warps: np.ndarray) -> None:
