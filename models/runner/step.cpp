@@ -83,8 +83,8 @@ std::vector<at::Tensor> SpeculativeStep::given(const Package& package) const {
   for (const auto& port : package.inputs()) {
     const auto found = values_.find(port.name);
     if (found == values_.end()) {
-      refuse("nothing that the '" + package.program() + "' half takes is called " + port.name +
-             "; both halves should be of one export");
+      refuse("its program '" + package.program() + "' takes " + port.name +
+             ", which nothing here gives it; both halves should be of one export");
     }
     tensors.push_back(found->second);
   }
