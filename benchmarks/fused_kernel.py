@@ -64,7 +64,9 @@ def fused_kernel(
         return
 
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, False)
-    accepted_keys, previous_raw, first = load_keys_and_gates(previous_k, previous_g, n, H * K, HV * K, t, kk, K, False)
+    accepted_keys, previous_raw, first = load_keys_and_gates(
+        previous_k, previous_g, n, H * K, HV * K, t, kk, kk, K, False
+    )
     accepted_keys, whole = decayed_keys(
         accepted_keys, previous_raw, first, n, rate, bias, t, LOWER_BOUND, False, True, True, PIECES == 0
     )
@@ -77,7 +79,7 @@ def fused_kernel(
     state += (slot * HV + head) * (V * K)
     out = (token * HV + head) * V
     begin = tl.program_id(2) * PART if PART < V else 0
-    for v0 in tl.range(begin, begin + PART, BV, num_stages=STAGES):
+    for v0 in tl.range(begin, min(begin + PART, V), BV, num_stages=STAGES):
         vv = v0 + tl.arange(0, BV)
         corrections = cut(tl.trans(load_corrections(previous_u, n, HV * V, t, vv, V)), PIECES)
         S = load_state(state, vv, kk, K, V, K, BV, BK).to(tl.float32)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from recoverssm_ops.triton import configs, launch, launch_conv, launch_layers
 
-# Enough programs for the launchers to take the GPU as full, unless a variant has fewer heads.
-BATCH, HEADS, SLOTS = 16, 8, 3
-FEW_HEADS = configs.FEW_PROGRAMS // BATCH
+HEADS, SLOTS = 8, 3
+# Rows: so many that the GPU is full, as many as run at once, and few.
+BATCH, WAVE_ROWS, FEW_ROWS = configs.ONE_WAVE // HEADS + 1, configs.ONE_WAVE // HEADS, configs.FEW_PROGRAMS // HEADS
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Launching = Callable[[], object]
@@ -28,16 +28,16 @@ def _empty(*shape: int, dtype: str = "fp32", aligned: bool = True) -> Tensor:
     return torch.empty(torch.Size(shape).numel() + 1, dtype=TYPES[dtype])[1:].view(shape)
 
 
-def _window(T: int, packed: bool) -> tuple[tuple[int, int], Tensor | None]:
+def _window(T: int, packed: bool, batch: int = BATCH) -> tuple[tuple[int, int], Tensor | None]:
     """Leading sizes and row boundaries."""
     if not packed:
-        return (BATCH, T), None
-    return (1, BATCH * T), torch.arange(0, BATCH * T + 1, T, dtype=torch.int32)
+        return (batch, T), None
+    return (1, batch * T), torch.arange(0, batch * T + 1, T, dtype=torch.int32)
 
 
-def _plan(columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def _plan(columns: int, batch: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
     """Source, destinations and lengths."""
-    return tuple(torch.zeros(size, dtype=torch.int32) for size in ((BATCH,), (BATCH, columns), (BATCH, columns)))
+    return tuple(torch.zeros(size, dtype=torch.int32) for size in ((batch,), (batch, columns), (batch, columns)))
 
 
 def _gate(heads: int, K: int, scalar_gate: bool, bounded: bool, aligned: bool = True) -> tuple[Tensor, Tensor, float]:
@@ -47,35 +47,35 @@ def _gate(heads: int, K: int, scalar_gate: bool, bounded: bool, aligned: bool = 
 
 def verify(
     pool: str, T: int = 8, K: int = 128, V: int = 128, *, data: str = "bf16", scalar_gate: bool = False,
-    bounded: bool = True, packed: bool = False, groups: int = 1, heads: int = HEADS, aligned: bool = True,
+    bounded: bool = True, packed: bool = False, groups: int = 1, batch: int = BATCH, aligned: bool = True,
 ) -> Launching:  # fmt: skip
-    lead, cu_seqlens = _window(T, packed)
-    HV = heads * groups
-    q, k = _empty(*lead, heads, K, dtype=data), _empty(*lead, heads, K, dtype=data)
+    lead, cu_seqlens = _window(T, packed, batch)
+    HV = HEADS * groups
+    q, k = _empty(*lead, HEADS, K, dtype=data), _empty(*lead, HEADS, K, dtype=data)
     v, beta = _empty(*lead, HV, V, dtype=data), _empty(*lead, HV, dtype=data)
     g = _empty(*lead, HV, *(() if scalar_gate else (K,)), dtype=data)
-    state, slots = _empty(SLOTS, HV, V, K, dtype=pool, aligned=aligned), torch.zeros(BATCH, dtype=torch.int32)
+    state, slots = _empty(SLOTS, HV, V, K, dtype=pool, aligned=aligned), torch.zeros(batch, dtype=torch.int32)
     gate = _gate(HV, K, scalar_gate, bounded)
     settings = (K**-0.5, True, True, True, False, -1)
     return lambda: launch.verify(q, k, v, g, beta, state, slots, cu_seqlens, T, *gate, *settings)
 
 
 def _record(
-    T: int, K: int, V: int, data: str, scalar_gate: bool, packed: bool, aligned: bool = True, heads: int = HEADS
+    T: int, K: int, V: int, data: str, scalar_gate: bool, packed: bool, aligned: bool = True, batch: int = BATCH
 ) -> tuple:  # fmt: skip
-    lead, cu_seqlens = _window(T, packed)
-    u, k = _empty(*lead, heads, V, aligned=aligned), _empty(*lead, heads, K, dtype=data, aligned=aligned)
-    g = _empty(*lead, heads, *(() if scalar_gate else (K,)), dtype=data, aligned=aligned)
+    lead, cu_seqlens = _window(T, packed, batch)
+    u, k = _empty(*lead, HEADS, V, aligned=aligned), _empty(*lead, HEADS, K, dtype=data, aligned=aligned)
+    g = _empty(*lead, HEADS, *(() if scalar_gate else (K,)), dtype=data, aligned=aligned)
     return (u, k, g), (cu_seqlens, T)
 
 
 def commit(
     pool: str, T: int = 8, K: int = 128, V: int = 128, *, columns: int = 1, data: str = "bf16", scalar_gate: bool = False,
-    bounded: bool = True, packed: bool = False, heads: int = HEADS,
+    bounded: bool = True, packed: bool = False, batch: int = BATCH, aligned: bool = True,
 ) -> Launching:  # fmt: skip
-    record, layout = _record(T, K, V, data, scalar_gate, packed, heads=heads)
-    state, gate = _empty(SLOTS, heads, V, K, dtype=pool), _gate(heads, K, scalar_gate, bounded)
-    return lambda: launch.commit(state, *record, *_plan(columns), *layout, *gate, True, True, -1)
+    record, layout = _record(T, K, V, data, scalar_gate, packed, aligned, batch)
+    state, gate = _empty(SLOTS, HEADS, V, K, dtype=pool, aligned=aligned), _gate(HEADS, K, scalar_gate, bounded)
+    return lambda: launch.commit(state, *record, *_plan(columns, batch), *layout, *gate, True, True, -1)
 
 
 def recover(pool: str, T: int = 8, K: int = 128, V: int = 128) -> Launching:
@@ -147,9 +147,13 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         variants[f"verify_{pool}_unbounded"] = (verify, {"pool": pool, "bounded": False})
         variants[f"verify_{pool}_T16"] = (verify, {"pool": pool, "T": 16})
         variants[f"commit_{pool}"] = (commit, {"pool": pool})
+        variants[f"commit_{pool}_unaligned"] = (commit, {"pool": pool, "aligned": False})
+        variants[f"commit_{pool}_T16"] = (commit, {"pool": pool, "T": 16})
+        variants[f"commit_{pool}_D256"] = (commit, {"pool": pool, "K": 256, "V": 256})
         variants[f"commit_layers_{pool}"] = (commit_layers, {"pool": pool})
-        variants[f"verify_{pool}_few"] = (verify, {"pool": pool, "heads": FEW_HEADS})
-        variants[f"commit_{pool}_few"] = (commit, {"pool": pool, "heads": FEW_HEADS})
+        variants[f"verify_{pool}_wave"] = (verify, {"pool": pool, "batch": WAVE_ROWS})
+        variants[f"verify_{pool}_few"] = (verify, {"pool": pool, "batch": FEW_ROWS})
+        variants[f"commit_{pool}_few"] = (commit, {"pool": pool, "batch": FEW_ROWS})
     half = {"pool": "fp16", "data": "fp16", "T": 4, "bounded": False, "scalar_gate": True}
     columns = {"pool": "bf16", "columns": 3, "bounded": False, "packed": True}
     strided = {"packed": True, "pool": "strided"}
@@ -164,9 +168,11 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "verify_bf16_D256_T4": (verify, {"pool": "bf16", "T": 4, "K": 256, "V": 256}),
         "verify_fp32_D192": (verify, {"pool": "fp32", "K": 192, "V": 192}),
         "verify_fp32_D256_T16": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "bounded": False}),
-        "commit_fp32_D256": (commit, {"pool": "fp32", "K": 256, "V": 256}),
+        "commit_fp32_T16_D256": (commit, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "data": "fp32"}),
         "commit_columns": (commit, columns),
         "commit_fp16_scalar": (commit, {"pool": "fp16", "scalar_gate": True, "data": "fp16"}),
+        "commit_bf16_D64_packed": (commit, {"pool": "bf16", "K": 64, "V": 64, "packed": True}),
+        "commit_layers_unaligned": (commit_layers, {"pool": "bf16", "layers": 20, "aligned": False}),
         "recover_bf16": (recover, {"pool": "bf16"}),
         "commit_layers_columns": (commit_layers, columns),
         "conv_verify_bf16": (conv_verify, {"data": "bf16"}),

@@ -24,13 +24,15 @@ from recoverssm_ops import ops
 from recoverssm_ops.triton import configs, launch
 
 Config = dict[str, int]
-FUNCTIONS = {"verify": ("verify_config", "verify_async_config"), "commit": ("commit_config", "commit_async_config")}
+FUNCTIONS = {"verify": ("verify_config", "verify_async_config"), "commit": ("commit_config", "commit_rows_config")}
 # Values that a configuration's entries may take; entries of other names stay as they are.
 KNOBS = {
     "num_warps": (1, 2, 4, 8), "BV": (16, 32, 64, 128), "STAGES": (1, 2, 3), "num_stages": (1, 2, 3),
     "ROWS": (16, 32), "COLUMNS": (32, 64, 128), "PART": (32, 64, 128),
     "BUFFERS": (1, 2, 3, 4), "HOLD": (0, 1), "maxnreg": (128, 168, 200, 255),
 }  # fmt: skip
+# Of commit_rows.py, which has no tiles of the matrix unit.
+KNOBS_OF_ROWS = {"ROWS": (2, 4, 8, 16), "PART": (16, 32, 64, 128), "GROUP": (2, 4, 16)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +65,11 @@ def configured(operation: str, changed: Config) -> Iterator[list[tuple[str, Conf
 
 
 def fewest_rows(shape: Shape) -> int:
-    """No code depends on how many rows there are, only on whether there are enough to fill the GPU."""
-    many = shape.batch * shape.num_value_heads > configs.FEW_PROGRAMS
-    return configs.FEW_PROGRAMS // shape.num_value_heads + 1 if many else min(shape.batch, 2)
+    """No code depends on how many rows there are, only on which of the launch table's limits they exceed."""
+    for limit in (configs.ONE_WAVE, configs.FEW_PROGRAMS):
+        if shape.batch * shape.num_value_heads > limit:
+            return limit // shape.num_value_heads + 1
+    return min(shape.batch, 2)
 
 
 def launched(shape: Shape, operation: str, changed: Config) -> tuple[object, str, Config]:
@@ -85,7 +89,8 @@ def launched(shape: Shape, operation: str, changed: Config) -> tuple[object, str
 
 def candidates(chosen: Config, value_dim: int, knobs: dict[str, tuple[int, ...]] | None = None) -> list[Config]:
     """Changes to the launcher's choice, the nearest first; the first one changes nothing."""
-    knobs = {name: values for name, values in (KNOBS | (knobs or {})).items() if name in chosen}
+    ours = KNOBS | (KNOBS_OF_ROWS if "GROUP" in chosen else {})
+    knobs = {name: values for name, values in (ours | (knobs or {})).items() if name in chosen}
     widest = max(16, triton.next_power_of_2(value_dim))
     if "BV" in knobs:
         knobs["BV"] = tuple(v for v in knobs["BV"] if v <= widest)

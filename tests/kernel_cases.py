@@ -1,6 +1,7 @@
 """Cases of the Triton kernels' tests, shared by the interpreter (CPU) and the GPU: inputs, oracle, checks."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -282,14 +283,14 @@ def _expected_outputs(inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return o, u, written
 
 
-def check_states(inputs: Inputs, u: Tensor, num_accepted: list[int]) -> None:
-    """Commit in place and recover: states within the budget, everything else in the pool bit-identical."""
+def check_states(inputs: Inputs, u: Tensor, num_accepted: list[int], rows: Iterable[int] | None = None) -> None:
+    """Commit in place and recover: states (of ``rows``, or all) within the budget, the rest of the pool bit-identical."""
     case = inputs.case
     before = inputs.storage.clone()
     old = before.as_strided(inputs.state.shape, inputs.state.stride(), inputs.state.storage_offset())
     states = {
         row: [inputs.oracle(row, d)[2] for d in (torch.float64, torch.float32)]
-        for row in range(case.rows)
+        for row in (range(case.rows) if rows is None else rows)
         if row not in case.padding
     }
     n = torch.tensor(num_accepted, dtype=case.index_dtype, device=u.device)

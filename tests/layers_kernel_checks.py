@@ -38,7 +38,7 @@ CASES = [
     Case("no_norm", kind={"l2norm": False}),
     Case("tiled", columns=2, kind={"sizes": TILED, "guard": 0}),
     Case("head_first", kind={"pool_order": "head-first"}),
-    # What commit_async.py takes where programs are many: rows of whole copies, one column.
+    # What commit_rows.py takes: whole rows of 16 bytes, one column.
     Case("whole_rows", kind={"sizes": {"heads": 1, "value_heads": 2, "key_dim": 64, "value_dim": 64}, "guard": 0}),
 ]
 CONV_CASES = [

@@ -1,6 +1,7 @@
 """The Gluon kernels' compiled code on the CPU, in every dtype: what Triton's interpreter cannot run (``ptx_emulator``).
 
-The cases, checks and budgets are those of the tests on a GPU. "Many" programs and "few" are launched differently.
+The cases, checks and budgets are those of the tests on a GPU. "Few" programs, a "wave" of them, and
+"many" are launched differently.
 """
 
 import os
@@ -17,15 +18,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import kernel_cases
 import kernel_checks as checks
 from kernel_cases import CASES, Case, build, check_verify
+from programs import LIMITS, launch_as
 from ptx_emulator.launches import emulated
 from test_triton_cuda import DTYPES, LARGE
 
 from benchmarks.compilation import only_launch
-from recoverssm_ops.triton import configs
 
 PLAIN_BETA = Case("bounded_plain_beta", 8, K=64, V=32, beta="plain", index_dtype=torch.int64)
 BY_NAME = {case.name: case for case in (*CASES, *LARGE, PLAIN_BETA)}
-FEW = {"few": configs.FEW_PROGRAMS, "many": 0}
 # Every dtype and every branch of the kernel's constants at least once, as test_the_covering_set_covers checks.
 COVERING = [
     ("window_128", "bf16", "many"),
@@ -41,6 +41,7 @@ COVERING = [
     ("window_12_packed", "bf16", "many"),
     ("window_16_floor", "fp16", "many"),
     ("window_16_size_256", "fp32", "many"),
+    ("window_128", "fp32", "wave"),
     ("bounded_64_packed", "bf16", "few"),
     ("window_128", "fp32", "few"),
     ("window_1", "bf16", "few"),
@@ -62,7 +63,7 @@ REST = [
     (name, dtypes, programs)
     for name, case in BY_NAME.items()
     for dtypes in DTYPES
-    for programs in FEW
+    for programs in LIMITS
     if is_gluon(case) and (name, dtypes, programs) not in COVERING
 ]
 
@@ -79,11 +80,11 @@ def budget_of_a_gpu(monkeypatch):
 
 @pytest.fixture
 def full_gpu(monkeypatch):
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
 
 
 def parity(name, dtypes, programs, monkeypatch):
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", FEW[programs])
+    launch_as(programs, monkeypatch)
     case = BY_NAME[name]
     with emulated() as emulator:
         check_verify(build(case, "cpu", *DTYPES[dtypes]))
@@ -97,7 +98,7 @@ def test_verify(name, dtypes, programs, monkeypatch):
 
 def choices(name, dtypes, programs, monkeypatch) -> set[tuple]:
     """What decides which branches of the kernel a launch compiles: name and value of each."""
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", FEW[programs])
+    launch_as(programs, monkeypatch)
     case = BY_NAME[name]
     x = build(case, "cpu", *DTYPES[dtypes])
     options = only_launch(x.verify).keywords
@@ -139,7 +140,7 @@ def test_other_architectures(arch, full_gpu):
     with emulated(arch) as emulator:
         u = check_verify(x)
         kernel_cases.check_states(x, u, [7, 0, 2, 1])
-    assert emulator.kernels == ["verify_async_kernel", "commit_async_kernel"]
+    assert emulator.kernels == ["verify_async_kernel", "commit_rows_kernel"]
 
 
 @pytest.mark.exhaustive
@@ -152,28 +153,45 @@ COMMITS = [
     Case("packed_unbounded", 7, K=64, V=64, H=2, HV=4, gate="unbounded", lengths=(7, 0, 3, 1), tail=5, padding=(2,)),
     Case("cut_off_bounded", 5, K=112, V=96, padding=(0,)),
     Case("raw_decay", 8, K=64, V=128, gate="none", l2norm=False),
+    Case("scalar", 8, K=64, V=64, H=1, HV=2, scalar_gate=True, gate="unbounded"),
+    Case("scalar_packed", 3, K=48, V=32, scalar_gate=True, gate="none", lengths=(3, 0, 2), tail=1),
+    Case("window_12", 12, K=64, V=32, gate="strong"),
+    Case("wide_cut_off", 2, K=208, V=160, batch=1),
+    Case("long_rows", 1, K=32, V=288, batch=1),
+]
+COMMITS_BY_NAME = {case.name: case for case in COMMITS}
+COVERING_COMMITS = [
+    ("packed_unbounded", "bf16", "many"),
+    ("packed_unbounded", "bf16_data_fp32_pool", "few"),
+    ("cut_off_bounded", "bf16_data_fp32_pool", "many"),
+    ("raw_decay", "fp32_data_bf16_pool", "few"),
+    ("scalar", "bf16", "few"),
+    ("scalar_packed", "fp32", "many"),
+    ("window_12", "fp16", "many"),
+    ("wide_cut_off", "bf16", "many"),
+    ("long_rows", "fp16", "many"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "data"), list(zip(COMMITS, ("bf16", "bf16", "fp32"), strict=True)), ids=lambda x: getattr(x, "name", x)
-)
-def test_commit(case, data, full_gpu):
-    commit_parity(case, data)
+@pytest.mark.parametrize(("name", "dtypes", "programs"), COVERING_COMMITS)
+def test_commit(name, dtypes, programs, monkeypatch):
+    commit_parity(name, dtypes, programs, monkeypatch)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("data", ("bf16", "fp32"))
-@pytest.mark.parametrize("case", COMMITS, ids=lambda case: case.name)
-def test_commit_of_everything(case, data, full_gpu):
-    commit_parity(case, data)
+@pytest.mark.parametrize("programs", ("few", "many"))
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("name", COMMITS_BY_NAME)
+def test_commit_of_everything(name, dtypes, programs, monkeypatch):
+    commit_parity(name, dtypes, programs, monkeypatch)
 
 
-def commit_parity(case, data):
+def commit_parity(name, dtypes, programs, monkeypatch):
     """After a verify, and beside a recover: the two states have one budget."""
+    launch_as(programs, monkeypatch)
     with emulated() as emulator:
-        checks.parity(case, "cpu", {"bf16": torch.bfloat16, "fp32": torch.float32}[data], torch.bfloat16)
-    assert emulator.kernels.count("commit_async_kernel") == 2
+        checks.parity(COMMITS_BY_NAME[name], "cpu", *DTYPES[dtypes])
+    assert emulator.kernels.count("commit_rows_kernel") == 2
 
 
 def test_pool_with_gaps(full_gpu):
@@ -187,7 +205,7 @@ def test_pool_with_gaps(full_gpu):
     x.state, x.storage = state, storage
     with emulated() as emulator:
         kernel_cases.check_states(x, check_verify(x), [8, 3])
-    assert emulator.kernels == ["verify_async_kernel", "commit_kernel", "commit_async_kernel"]
+    assert emulator.kernels == ["verify_async_kernel", "commit_kernel", "commit_rows_kernel"]
 
 
 @pytest.fixture
@@ -210,14 +228,14 @@ def test_without_gate_parameters(whole_rows, full_gpu):
     x.A_log, x.dt_bias = None, None
     with emulated() as emulator:
         kernel_cases.check_states(x, check_verify(x), [6, 3, 1])
-    assert {"verify_async_kernel", "commit_async_kernel"} <= set(emulator.kernels)
+    assert {"verify_async_kernel", "commit_rows_kernel"} <= set(emulator.kernels)
 
 
 @pytest.mark.parametrize("check", COMMIT_CHECKS, ids=lambda check: check.__name__)
 def test_behaviour_of_commit(check, whole_rows, full_gpu):
     with emulated() as emulator:
         check("cpu", torch.bfloat16)
-    assert "commit_async_kernel" in emulator.kernels
+    assert "commit_rows_kernel" in emulator.kernels
 
 
 @pytest.mark.exhaustive

@@ -11,15 +11,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import layers_kernel_checks as checks
 from layers_kernel_checks import Case
+from programs import launch_as
 from ptx_emulator.launches import emulated
 
-from recoverssm_ops.triton import configs, launch_layers
+from recoverssm_ops.triton import launch_layers
 
-
-@pytest.fixture(autouse=True)
-def full_gpu(monkeypatch):
-    """Only where programs are many is a commit the Gluon kernel's."""
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+POOLS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def case_of(name: str, K: int, V: int, value_heads: int = 2, **settings) -> Case:
@@ -32,6 +29,7 @@ LAYERS = [
     next(case for case in checks.CASES if case.name == "whole_rows"),
     case_of("packed", 96, 96, layers=2, kind={"lengths": [4, 0, 2], "tail": 3}),
     case_of("precomputed", 64, 32, 1, pad_slot_id=0, kind={"gate": "precomputed"}),
+    case_of("scalar_gate", 48, 32, kind={"scalar_gate": True, "gate": "unbounded"}),
 ]
 MORE_LAYERS = [
     case_of("one_layer", 64, 64, layers=1),
@@ -44,7 +42,8 @@ MORE_LAYERS = [
 ]
 
 
-def parity(case, data, monkeypatch):
+def parity(case, data, pool, programs, monkeypatch):
+    launch_as(programs, monkeypatch)
     address_table = launch_layers.address_table
     with emulated() as emulator:
 
@@ -53,18 +52,24 @@ def parity(case, data, monkeypatch):
             return address_table(kinds, device)
 
         monkeypatch.setattr(launch_layers, "address_table", noted)
-        checks.parity(case, "cpu", data, torch.bfloat16)
-    assert emulator.kernels.count("commit_layers_async_kernel") == 1
-    assert emulator.kernels.count("commit_async_kernel") == case.layers
+        checks.parity(case, "cpu", data, pool)
+    assert emulator.kernels.count("commit_layers_rows_kernel") == 1
+    assert emulator.kernels.count("commit_rows_kernel") == case.layers
 
 
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
-def test_layers_have_the_bits_of_one_launch_each(case, monkeypatch):
-    parity(case, torch.bfloat16, monkeypatch)
+@pytest.mark.parametrize(
+    ("case", "pool", "programs"),
+    [(LAYERS[0], "bf16", "many"), (LAYERS[1], "fp32", "many"), (LAYERS[2], "bf16", "few"), (LAYERS[3], "fp32", "few")],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_layers_have_the_bits_of_one_launch_each(case, pool, programs, monkeypatch):
+    parity(case, torch.bfloat16, POOLS[pool], programs, monkeypatch)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("programs", ("few", "many"))
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("data", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
-@pytest.mark.parametrize("case", MORE_LAYERS, ids=lambda case: case.name)
-def test_more_layers_have_the_bits_of_one_launch_each(case, data, monkeypatch):
-    parity(case, data, monkeypatch)
+@pytest.mark.parametrize("case", [*LAYERS, *MORE_LAYERS], ids=lambda case: case.name)
+def test_more_layers_have_the_bits_of_one_launch_each(case, data, pool, programs, monkeypatch):
+    parity(case, data, POOLS[pool], programs, monkeypatch)

@@ -9,11 +9,11 @@ pytest.importorskip("triton")
 import layers_kernel_checks as checks
 from layers_cases import assert_same, make_conv_layers, make_layers, make_plan, verify_all
 from pools import same_bits
+from programs import launch_as
 from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import recoverssm_ops as rs
-from recoverssm_ops.triton import configs
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -35,7 +35,7 @@ def test_parity(case, dtypes):
 @pytest.mark.parametrize("case", checks.CASES, ids=lambda case: case.name)
 def test_parity_of_a_full_gpu(case, monkeypatch):
     """The bits of one launch a layer, by the kernels that many programs get."""
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
     checks.parity(case, "cuda", *DTYPES["bf16"])
 
 

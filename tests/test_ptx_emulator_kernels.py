@@ -15,10 +15,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import kernel_cases
 import triton
 import triton.language as tl
+from programs import launch_as
 from ptx_emulator import PTXError
 from ptx_emulator.launches import emulated
-
-from recoverssm_ops.triton import configs
 
 
 @triton.jit
@@ -148,7 +147,7 @@ def changed_once(pattern: str, change, number: int):
 )
 def test_every_wait_and_every_barrier_of_verify_is_needed(pattern, change, message, monkeypatch):
     """Any one that is missing is noticed."""
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
     inputs = kernel_cases.build(PACKED, "cpu", torch.bfloat16, torch.bfloat16)
     with emulated() as emulator:
         inputs.verify()
@@ -162,7 +161,7 @@ def test_every_wait_and_every_barrier_of_verify_is_needed(pattern, change, messa
 
 @pytest.mark.parametrize("change", BROKEN, ids=lambda change: change.__name__)
 def test_a_broken_verify_is_caught(change, monkeypatch):
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
     monkeypatch.setattr(kernel_cases, "verify_slack", lambda state: 2.0**-15)
     with emulated(change=change), pytest.raises(PTXError, match=BROKEN[change]):
         kernel_cases.check_verify(kernel_cases.build(PACKED, "cpu", torch.bfloat16, torch.bfloat16))
@@ -171,23 +170,25 @@ def test_a_broken_verify_is_caught(change, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), ((weaker_waits, "waited for"), (no_barriers, "a race")), ids=("weaker_waits", "no_barriers")
+    ("change", "message"),
+    ((no_barriers, "a race"), (unmasked_loads, "outside of every tensor")),
+    ids=("no_barriers", "unmasked_loads"),
 )
 def test_a_broken_commit_is_caught(change, message, monkeypatch):
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
     x = kernel_cases.build(PACKED, "cpu", torch.bfloat16, torch.bfloat16)
     arguments = (torch.randn(x.v.shape), x.slots, x.slots[:, None], torch.full((4, 1), 3))
     with emulated(change=change) as emulator:
         with pytest.raises(PTXError, match=message):
             x.commit(*arguments)
-        assert emulator.kernels == ["commit_async_kernel"]
+        assert emulator.kernels == ["commit_rows_kernel"]
         emulator.change = None
         x.commit(*arguments)
 
 
 def test_a_wrong_number_is_not_within_the_budget(monkeypatch):
     """The kernel's last product of matrices left out."""
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
     monkeypatch.setattr(kernel_cases, "verify_slack", lambda state: 2.0**-15)
 
     def without_the_last_product(ptx: str) -> str:

@@ -14,13 +14,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("under the interpreter nothing is launched", allow_module_level=True)
 
 import triton
+from programs import launch_as
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from benchmarks import kernel_variants as variants
-from recoverssm_ops.triton import cached_launch, configs, launch, launch_conv, launch_layers
+from recoverssm_ops.triton import cached_launch, launch, launch_conv, launch_layers
 
 TARGET = GPUTarget("cuda", 90, 32)
 MODULES = (launch, launch_conv, launch_layers)
@@ -90,7 +91,7 @@ CALLS = {
     "verify unaligned": (variants.verify, {"pool": "fp32", "aligned": False}),
     "verify scalar": (variants.verify, {"pool": "fp16", "bounded": False, "scalar_gate": True}),
     "commit": (variants.commit, {"pool": "bf16"}),
-    "commit few": (variants.commit, {"pool": "bf16", "heads": variants.FEW_HEADS}),
+    "commit few": (variants.commit, {"pool": "bf16", "batch": variants.FEW_ROWS}),
     "commit columns": (variants.commit, {"pool": "fp32", "columns": 3, "packed": True, "bounded": False}),
     "recover": (variants.recover, {"pool": "bf16"}),
     "conv_verify": (variants.conv_verify, {"data": "bf16"}),
@@ -211,7 +212,7 @@ def test_launches_go_to_the_current_stream(gpu):
 
 def test_replaced_choices_of_the_launchers_are_seen(gpu, monkeypatch):
     """Benchmarks and tests try others in one process."""
-    few = {"pool": "bf16", "heads": variants.FEW_HEADS}
+    few = {"pool": "bf16", "batch": variants.FEW_ROWS}
     calls = (
         lambda: launch.verify(**make_verify()),
         variants.commit(**few),
@@ -222,7 +223,7 @@ def test_replaced_choices_of_the_launchers_are_seen(gpu, monkeypatch):
         call()
     chosen = [kernel for kernel, *_ in gpu.launches]
     gpu.launches.clear()
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
     monkeypatch.setattr(launch, "MAX_FACTORED_EXPONENT", -1.0)
     configs_of = {
         module: getattr(module, name) for module, name in ((launch, "commit_config"), (launch_conv, "conv_config"))
@@ -238,10 +239,10 @@ def test_a_kernel_that_is_withheld_is_not_found_again(gpu, monkeypatch):
     calls = (lambda: launch.verify(**make_verify()), variants.commit("bf16"))
     for call in calls:
         call()
-    monkeypatch.setattr(launch, "_fits_async", lambda *_: False)
+    monkeypatch.setattr(launch, "_fits_gluon", lambda *_: False)
     for call in calls:
         call()
-    names = ["verify_async_kernel", "commit_async_kernel", "verify_kernel", "commit_kernel"]
+    names = ["verify_async_kernel", "commit_rows_kernel", "verify_kernel", "commit_kernel"]
     assert [kernel.src.fn.__name__ for kernel, *_ in gpu.launches] == names
 
 

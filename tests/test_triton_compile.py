@@ -72,11 +72,11 @@ def test_settings_reach_the_compiled_kernel():
     assert plain.ptx.count("ld.global.v4") > 0
 
 
-@pytest.mark.parametrize("heads", (kernel_variants.HEADS, kernel_variants.FEW_HEADS))
+@pytest.mark.parametrize("batch", (kernel_variants.BATCH, kernel_variants.FEW_ROWS))
 @pytest.mark.parametrize(("T", "count"), ((8, 4 * 8), (16, 4 * 8 + 2 * 3 * 8 + 6 * 8)))
-def test_element_t_i_of_the_couplings_is_in_lane_4_t_plus_i_over_2(heads, T, count):
+def test_element_t_i_of_the_couplings_is_in_lane_4_t_plus_i_over_2(batch, T, count):
     """``elimination.substitute`` exchanges by lane number what the compiler laid out; every warp holds a copy."""
-    launch = compilation.only_launch(kernel_variants.verify("bf16", T=T, K=64, V=128, heads=heads))
+    launch = compilation.only_launch(kernel_variants.verify("bf16", T=T, K=64, V=128, batch=batch))
     ttgir = compilation.compile_launch(launch, 90).ttgir
     operand = r"tensor<8x4xf32, #ttg.slice<\{dim = 2, parent = (#\w+)\}>>"
     exchanges = [line for line in ttgir.splitlines() if '"shfl.sync.idx' in line]

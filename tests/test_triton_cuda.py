@@ -9,8 +9,9 @@ from budget import assert_within_budget, verify_slack
 pytest.importorskip("triton")
 import kernel_checks as checks
 from kernel_cases import CASES, Case, bits, build, check_states, check_verify
+from programs import launch_as
 
-from recoverssm_ops.triton import configs, launch
+from recoverssm_ops.triton import launch
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -35,7 +36,7 @@ LARGE = (
     Case("window_16_size_256", 16, K=256, V=128),
     Case("window_10_size_192_packed", 10, K=192, V=64, lengths=(10, 2), tail=9, beta="doubled"),
 )
-BIG = Case("big", 8, K=128, V=128, H=4, HV=4, batch=96)
+BIG = Case("big", 8, K=128, V=128, H=4, HV=4, batch=320)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
@@ -47,7 +48,7 @@ def test_parity(case, dtypes):
 @pytest.fixture
 def full_gpu(monkeypatch):
     """What launchers choose where there are many programs, for cases that have few."""
-    monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+    launch_as("many", monkeypatch)
 
 
 @pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
@@ -57,9 +58,16 @@ def test_parity_of_a_full_gpu(case, pool, full_gpu):
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", ("window_1", "window_128", "bounded_64_packed", "bounded_112_160"))
+def test_parity_where_all_programs_run_at_once(name, dtypes, monkeypatch):
+    launch_as("wave", monkeypatch)
+    checks.parity(next(case for case in CASES if case.name == name), "cuda", *dtypes)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_large_windows_and_heads_of_a_full_gpu(case, dtypes, full_gpu):
-    check_verify(build(case, "cuda", *dtypes))
+    checks.parity(case, "cuda", *dtypes)
 
 
 @pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
@@ -96,11 +104,13 @@ def test_more_programs_than_fit_the_gpu(pool):
     o, u = x.verify()
     again = x.verify()
     assert torch.equal(bits(x.storage), before)
+    rows = (0, 141, 319)
     assert torch.equal(bits(o), bits(again[0])) and torch.equal(bits(u), bits(again[1]))
-    for row in (0, 41, 95):
+    for row in rows:
         oracle, low = x.oracle(row, torch.float64), x.oracle(row, torch.float32)
         assert_within_budget(o[row].cpu(), oracle[0], low[0], name=f"o {row}", slack=verify_slack(x.state))
         assert_within_budget(u[row].cpu(), oracle[1], low[1], name=f"u {row}", slack=verify_slack(x.state))
+    check_states(x, u, [row % 9 for row in range(320)], rows)
 
 
 @pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))

@@ -30,8 +30,7 @@ else:
     pytest.importorskip("triton")
     import kernel_checks as checks
     from kernel_cases import CASES
-
-    from recoverssm_ops.triton import configs
+    from programs import launch_as
 
     PART = os.environ.get("KERNEL_PART")
     MINE = CASES if PART is None else CASES[int(PART) :: 2]
@@ -48,7 +47,7 @@ else:
     @pytest.mark.parametrize("case", MINE[1::4], ids=lambda case: case.name)
     def test_parity_of_a_full_gpu(case, monkeypatch):
         """As launched where programs are many: all of the above are few."""
-        monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+        launch_as("many", monkeypatch)
         checks.parity(case, "cpu", torch.float32, torch.float32)
 
     @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
@@ -58,5 +57,5 @@ else:
 
     @pytest.mark.parametrize("check", checks.CHECKS if PART in (None, "1") else [], ids=lambda check: check.__name__)
     def test_behaviour_of_a_full_gpu(check, monkeypatch):
-        monkeypatch.setattr(configs, "FEW_PROGRAMS", 0)
+        launch_as("many", monkeypatch)
         check("cpu", torch.float32)

@@ -29,9 +29,9 @@ def kernel(call) -> str:
         {"K": 112, "V": 160},
         {"data": "fp32"},
         {"groups": 4},
-        {"heads": 2},
+        {"batch": 2},
         {"K": 192, "V": 192},
-        {"K": 256, "V": 256, "heads": 2},
+        {"K": 256, "V": 256, "batch": 2},
         {"T": 9},
         {"T": 16, "packed": True, "K": 64, "V": 64},
         {"T": 16, "K": 256, "V": 256},
@@ -61,27 +61,36 @@ def test_verify_takes_the_triton_kernel(setting):
 
 def test_rows_of_the_pool_that_are_not_contiguous_take_the_triton_kernel():
     state = torch.empty(3, 8, 32, 64)[..., :32]
-    assert not launch._fits_async(8, (torch.empty(1, 8, 8, 32),), state)
-    assert launch._fits_async(8, (torch.empty(1, 8, 8, 32),), state.contiguous())
+    assert not launch._fits_gluon(8, (torch.empty(1, 8, 8, 32),), state)
+    assert launch._fits_gluon(8, (torch.empty(1, 8, 8, 32),), state.contiguous())
 
 
-@pytest.mark.parametrize("setting", ({}, {"T": 1}, {"packed": True}, {"bounded": False}, {"K": 96, "V": 96}), ids=str)
-def test_commit_takes_the_gluon_kernel(setting):
+@pytest.mark.parametrize("pool", ("bf16", "fp16", "fp32"))
+@pytest.mark.parametrize(
+    "setting",
+    (
+        {},
+        {"T": 1},
+        {"T": 16, "packed": True},
+        {"bounded": False},
+        {"scalar_gate": True},
+        {"data": "fp32"},
+        {"K": 96, "V": 96},
+        {"K": 256, "V": 256},
+        {"V": 288},
+    ),
+    ids=str,
+)
+def test_commit_takes_the_gluon_kernel(pool, setting):
     """And so does the commit of all layers, whose bits are those of one launch a layer."""
-    assert kernel(variants.commit("bf16", **setting)) == "commit_async_kernel"
-    assert kernel(variants.commit_layers("bf16", layers=2, **setting)) == "commit_layers_async_kernel"
+    assert kernel(variants.commit(pool, **setting)) == "commit_rows_kernel"
+    assert kernel(variants.commit(pool, batch=variants.FEW_ROWS, **setting)) == "commit_rows_kernel"
+    assert kernel(variants.commit_layers(pool, layers=2, **setting)) == "commit_layers_rows_kernel"
 
 
-@pytest.mark.parametrize("setting", ({"T": 9}, {"K": 256}, {"V": 40}, {"columns": 2}, {"scalar_gate": True}), ids=str)
+@pytest.mark.parametrize(
+    "setting", ({"T": 17}, {"K": 272}, {"K": 40}, {"V": 40}, {"columns": 2}, {"aligned": False}), ids=str
+)
 def test_commit_takes_the_triton_kernel(setting):
     assert kernel(variants.commit("bf16", **setting)) == "commit_kernel"
     assert kernel(variants.commit_layers("bf16", layers=2, **setting)) == "commit_layers_kernel"
-
-
-@pytest.mark.parametrize("pool", ("fp16", "fp32"))
-def test_commit_of_other_pools_takes_the_triton_kernel(pool):
-    assert kernel(variants.commit(pool)) == "commit_kernel"
-
-
-def test_commit_of_few_programs_takes_the_triton_kernel():
-    assert kernel(variants.commit("bf16", heads=variants.FEW_HEADS)) == "commit_kernel"

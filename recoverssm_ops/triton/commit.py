@@ -34,8 +34,11 @@ def plan_column(
 
 
 @triton.jit
-def load_keys_and_gates(k, g, stop, k_token, g_token, r, kk, K: tl.constexpr, SCALAR_GATE: tl.constexpr):
-    """Of the tokens before ``stop``: key r and the raw gate of the token behind it in row r, and the first token's gate."""
+def load_keys_and_gates(k, g, stop, k_token, g_token, r, kk, channels, K: tl.constexpr, SCALAR_GATE: tl.constexpr):
+    """Of the tokens before ``stop``: key r and the raw gate of the token behind it in row r, and the first token's gate.
+
+    ``channels`` are those of the gate, ``kk`` unless one serves several key dimensions.
+    """
     inside = kk < K
     keys = tl.load(k + (r * k_token)[:, None] + kk[None, :], mask=(r < stop)[:, None] & inside[None, :], other=0.0)
     behind = r + 1
@@ -44,8 +47,8 @@ def load_keys_and_gates(k, g, stop, k_token, g_token, r, kk, K: tl.constexpr, SC
         first = tl.load(g, mask=stop > 0, other=0.0)
     else:
         mask = (behind < stop)[:, None] & inside[None, :]
-        raw = tl.load(g + (behind * g_token)[:, None] + kk[None, :], mask=mask, other=0.0)
-        first = tl.load(g + kk, mask=(stop > 0) & inside, other=0.0)
+        raw = tl.load(g + (behind * g_token)[:, None] + channels[None, :], mask=mask, other=0.0)
+        first = tl.load(g + channels, mask=(stop > 0) & inside, other=0.0)
     return keys, raw, first
 
 
@@ -123,6 +126,7 @@ def commit_program(
     PARTS: tl.constexpr = (V + PART - 1) // PART
     row, head = pid // (HV * PARTS), pid // PARTS % HV
     begin = (pid % PARTS).to(tl.int32) * PART
+    end = begin + PART if V % PART == 0 else tl.minimum(begin + PART, V)
     AT_ONCE: tl.constexpr = EAGER and M == 1 and BV == PART
     kk = tl.arange(0, BK)
     r = tl.arange(0, TP).to(tl.int64)
@@ -132,7 +136,7 @@ def commit_program(
     g += where * g_row + start * g_token + head * g_head
     rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
     if AT_ONCE:
-        keys, raw, first = load_keys_and_gates(k, g, tokens, k_token, g_token, r, kk, K, SCALAR_GATE)
+        keys, raw, first = load_keys_and_gates(k, g, tokens, k_token, g_token, r, kk, kk, K, SCALAR_GATE)
         corrections = load_corrections(u, tokens, u_token, r, begin + tl.arange(0, BV), V)
     if M == 1:
         to, n, written = plan_column(
@@ -160,12 +164,12 @@ def commit_program(
             written = written & (in_place == (index >= M))
         if written & (n > 0):
             if not AT_ONCE:
-                keys, raw, first = load_keys_and_gates(k, g, n, k_token, g_token, r, kk, K, SCALAR_GATE)
+                keys, raw, first = load_keys_and_gates(k, g, n, k_token, g_token, r, kk, kk, K, SCALAR_GATE)
             decayed, whole = decayed_keys(
                 keys, raw, first, n, rate, bias, r, LOWER_BOUND, SCALAR_GATE, USE_L2NORM, USE_GATE, PIECES == 0
             )
             decayed = cut(decayed, PIECES)
-            for v0 in tl.range(begin, begin + PART, BV, num_stages=STAGES):
+            for v0 in tl.range(begin, end, BV, num_stages=STAGES):
                 vv = v0 + tl.arange(0, BV)
                 if not AT_ONCE:
                     corrections = load_corrections(u, n, u_token, r, vv, V)
@@ -176,7 +180,7 @@ def commit_program(
                 store_state(dest_state + to * dest_slot, after, vv, kk, dest_v, V, K)
         elif written & (not in_place):
             # No token, no arithmetic: the source's bits.
-            for v0 in range(begin, begin + PART, BV):
+            for v0 in range(begin, end, BV):
                 vv = v0 + tl.arange(0, BV)
                 if not AT_ONCE:
                     state = load_state(source_state, vv, kk, source_v, V, K, BV, BK)

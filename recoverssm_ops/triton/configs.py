@@ -10,6 +10,8 @@ import triton
 
 # No more programs than this: less than one for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 96
+# No more than this: six for each, which run at once, and nothing comes after them.
+ONE_WAVE = 792
 # Triton 3.8 keeps more of a loop's operands in registers: one warp of tf32 pieces would spill.
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
@@ -43,18 +45,22 @@ def verify_async_config(
     """The same for the kernel of ``verify_async.py``.
 
     How many of its programs run at once decides, so registers and shared memory are rationed: eight programs of two warps on a
-    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where the GPU is not full, more warps shorten one.
+    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where all of them run at once, nothing is gained by
+    that, and each has more registers, or warps.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     pieces = pieces_of(state_dtype)
     if window > 8 or BK > 128:
         return _large_verify_async_config(programs, window, BK, key_dim, value_dim, pieces)
-    few = programs <= FEW_PROGRAMS and value_dim % 64 == 0
-    warps = 4 if few else 2
+    few, at_once = programs <= FEW_PROGRAMS and value_dim % 64 == 0, programs <= ONE_WAVE
+    warps = 4 if few or (at_once and not pieces and value_dim % 64 == 0) else 2
+    if pieces:
+        registers = 168 if at_once and not few else 128
+    else:
+        registers = 255 if few else 168
     return {
         "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": BK, "PART": min(BK, 64 if few else 128 if pieces else 32),
-        "HOLD": not (few and pieces), "BUFFERS": min(value_dim // (16 * warps), 2 if few or not pieces else 3),
-        "num_warps": warps, "maxnreg": 255 if few else 128 if pieces else 200,
+        "HOLD": not few, "BUFFERS": min(value_dim // (16 * warps), 2), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 
@@ -100,10 +106,27 @@ def commit_config(programs: int, window: int, key_dim: int, value_dim: int, stat
     }  # fmt: skip
 
 
-def commit_async_config(key_dim: int, value_dim: int) -> dict[str, int]:
-    """The same for the kernel of ``commit_async.py``: seven programs of two warps on a multiprocessor of Hopper."""
+def commit_rows_config(
+    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype
+) -> dict[str, int]:
+    """The same for the kernel of ``commit_rows.py``.
+
+    What is on the way at once decides: 6 KiB to 8 KiB for each warp. Where there are few programs, they share out a head's
+    values, and have one tile each.
+    """
     BK = max(64, triton.next_power_of_2(key_dim))
-    return {"BK": BK, "BUFFERS": min(value_dim // 32, 2), "num_warps": 2, "maxnreg": 128}
+    if programs <= FEW_PROGRAMS:
+        return {
+            "BK": BK, "PART": 16, "ROWS": 4, "BUFFERS": 1, "GROUP": 16, "EAGER": True, "num_warps": 4, "maxnreg": 255
+        }  # fmt: skip
+    if window > 8 or BK > 128:
+        warps, rows, buffers = 4, 4, 2
+    else:
+        warps, rows, buffers = (2, 8, 3) if state_dtype.itemsize == 2 else (2, 4, 4)
+    return {
+        "BK": BK, "PART": value_dim if value_dim <= 256 else 32, "ROWS": rows, "BUFFERS": buffers, "GROUP": 4,
+        "EAGER": False, "num_warps": warps, "maxnreg": 168,
+    }  # fmt: skip
 
 
 def shift(lower_bound: float, window: int) -> int:

@@ -12,10 +12,10 @@ from triton.runtime import JITFunction
 from recoverssm_ops.triton import configs
 from recoverssm_ops.triton.cached_launch import Launch, relaunch
 from recoverssm_ops.triton.commit import commit_kernel
-from recoverssm_ops.triton.commit_async import commit_async_kernel
+from recoverssm_ops.triton.commit_rows import commit_rows_kernel
 from recoverssm_ops.triton.configs import (
-    commit_async_config,
     commit_config,
+    commit_rows_config,
     shift,
     verify_async_config,
     verify_config,
@@ -61,7 +61,14 @@ def verify(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )
-    choices = (_fits_async, verify_config, verify_async_config, configs.FEW_PROGRAMS, MAX_FACTORED_EXPONENT)
+    choices = (
+        _fits_gluon,
+        verify_config,
+        verify_async_config,
+        configs.FEW_PROGRAMS,
+        configs.ONE_WAVE,
+        MAX_FACTORED_EXPONENT,
+    )
     relaunch(_verify_launch, tensors, (max_seqlen, *gate, pad_slot_id), choices)
     return o, u
 
@@ -113,7 +120,7 @@ def _verify_launch(
         "BLOCK_V": triton.next_power_of_2(value_dim), "SHIFT": shift(lower_bound, window) if factored else 0,
         "USE_SIGMOID": use_beta_sigmoid_in_kernel, "NEG_EIGVAL": allow_neg_eigval,
     }  # fmt: skip
-    if factored and _fits_async(window, (q, k, v, g, beta), state):
+    if factored and _fits_gluon(window, (q, k, v, g, beta), state):
         options |= verify_async_config(programs, window, key_dim, value_dim, state.dtype)
         return Launch(verify_async_kernel, (programs,), tensors, (*numbers, *state.stride()[:2]), options)
     options |= {"SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_GATE": use_gate_in_kernel}
@@ -145,7 +152,7 @@ def commit(
     vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
     tensors = (state, *record, source, dest, length, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, pad_slot_id)
-    relaunch(_commit_launch, tensors, settings, (_fits_async, commit_config, commit_async_config, configs.FEW_PROGRAMS))
+    relaunch(_commit_launch, tensors, settings, (_fits_gluon, commit_config, commit_rows_config, configs.FEW_PROGRAMS))
 
 
 def _commit_launch(state: Tensor, *arguments) -> Launch | None:
@@ -206,11 +213,13 @@ def _walk_launch(
     strides = sum((x.stride()[:3] for x in (u, k, g)), ())
     options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     sizes = (heads, value_heads, key_dim, value_dim, window)
-    if source is not None and commits_async(programs, columns, window, (u, k, g), dest_state):
+    options |= {"SCALAR_GATE": scalar_gate}
+    if source is not None and commits_by_rows(columns, window, (u, k, g), dest_state):
+        config = commit_rows_config(programs, window, key_dim, value_dim, dest_state.dtype)
         numbers = (u.shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
         numbers += (*strides, *dest_state.stride()[:2], *sizes)
-        options |= {"BLOCK_V": triton.next_power_of_2(value_dim)} | commit_async_config(key_dim, value_dim)
-        return Launch(commit_async_kernel, (programs,), tensors, numbers, options)
+        programs *= value_dim // config["PART"]
+        return Launch(commit_rows_kernel, (programs,), tensors, numbers, options | config)
     config = commit_config(programs, window, key_dim, value_dim, dest_state.dtype)
     tiles = triton.cdiv(value_dim, config["PART"])
     numbers = (u.shape[1], pad_slot_id, 0 if source is None else source.stride(0))
@@ -219,27 +228,16 @@ def _walk_launch(
         length.stride(1) if length.ndim == 2 else 0,
     )
     numbers += (*strides, *source_state.stride()[:3], *dest_state.stride()[:3], *sizes, columns)
-    options |= {"SCALAR_GATE": scalar_gate, "IN_PLACE": source is not None}
+    options |= {"IN_PLACE": source is not None}
     return Launch(commit_kernel, (programs * tiles,), (source_state, *tensors), numbers, options | config)
 
 
-def commits_async(
-    programs: int, columns: int, window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor
-) -> bool:
-    """Whether a layer is committed by ``commit_async.py``: its bits may differ from those of ``commit.py``."""
-    suited = (
-        columns == 1
-        and record[2].ndim == 4
-        and state.dtype == torch.bfloat16
-        and window <= 8
-        and state.shape[3] <= 128
-        and _fits_async(window, record, state)
-    )
-    # Last, so that a tracer's symbolic batch is not asked.
-    return suited and programs > configs.FEW_PROGRAMS
+def commits_by_rows(columns: int, window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor) -> bool:
+    """Whether a layer is committed by ``commit_rows.py``: its bits may differ from those of ``commit.py``."""
+    return columns == 1 and _fits_gluon(window, record, state)
 
 
-def _fits_async(window: int, activations: tuple[Tensor, ...], state: Tensor) -> bool:
+def _fits_gluon(window: int, activations: tuple[Tensor, ...], state: Tensor) -> bool:
     """Whether the Gluon kernels take this: whole state rows in copies of 16 bytes, 32-bit offsets within a window.
 
     Neither Triton's interpreter nor a tracer (``visible.py``) takes Gluon; both put something else in the kernel's place.

@@ -11,8 +11,8 @@ from torch import Tensor
 from recoverssm_ops.triton import launch
 from recoverssm_ops.triton.address_table import address_table, aligned_kinds
 from recoverssm_ops.triton.cached_launch import Launch, on_device, relaunch
-from recoverssm_ops.triton.commit_async import commit_layers_async_kernel
-from recoverssm_ops.triton.configs import commit_config
+from recoverssm_ops.triton.commit_rows import commit_layers_rows_kernel
+from recoverssm_ops.triton.configs import commit_config, commit_rows_config
 from recoverssm_ops.triton.launch import _contiguous, _last_axis_contiguous
 from recoverssm_ops.triton.launch_conv import conv_config
 from recoverssm_ops.triton.layers import commit_layers_kernel, conv_commit_layers_kernel
@@ -61,24 +61,20 @@ def commit(
     plan = (source, dest, length, _contiguous(cu_seqlens))
     sizes = (heads, value_heads, key_dim, value_dim, window)
     options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
-    if launch.commits_async(programs, columns, window, (u[0], k[0], g[0]), states[0]):
+    options |= {"SCALAR_GATE": scalar_gate}
+    if launch.commits_by_rows(columns, window, (u[0], k[0], g[0]), states[0]):
+        config = commit_rows_config(programs, window, key_dim, value_dim, states[0].dtype)
+        programs *= value_dim // config["PART"]
         numbers = (programs, u[0].shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
-        numbers += (
-            *_strides(u, k, g),
-            *states[0].stride()[:2],
-            len(states),
-            *map(_dtype, kinds[1:]),
-            aligned_kinds(kinds),
-        )
-        options |= {"BLOCK_V": triton.next_power_of_2(value_dim)} | launch.commit_async_config(key_dim, value_dim)
-        _relaunch(_commit_async_launch, kinds, plan, len(states) * programs, (*numbers, *sizes), options)
+        numbers += (*_strides(u, k, g), *states[0].stride()[:2])
+        numbers += (len(states), *map(_dtype, kinds), aligned_kinds(kinds), *sizes)
+        _relaunch(_commit_rows_launch, kinds, plan, len(states) * programs, numbers, options | config)
         return
     config = commit_config(programs, window, key_dim, value_dim, states[0].dtype)
     programs *= triton.cdiv(value_dim, config["PART"])
     numbers = (programs, u[0].shape[1], pad_slot_id, source.stride(0), *dest.stride(), *length.stride())
     numbers += (*_strides(u, k, g, states), len(states), *map(_dtype, kinds), aligned_kinds(kinds), *sizes, columns)
-    options |= {"SCALAR_GATE": scalar_gate} | config
-    _relaunch(_commit_launch, kinds, plan, len(states) * programs, numbers, options)
+    _relaunch(_commit_launch, kinds, plan, len(states) * programs, numbers, options | config)
 
 
 def conv_commit(
@@ -121,8 +117,8 @@ def _relaunch(
         relaunch(describe, (table, *plan), (programs, numbers, tuple(options.items())))
 
 
-def _commit_async_launch(*tensors_and_numbers) -> Launch:
-    return _launch_of(commit_layers_async_kernel, *tensors_and_numbers)
+def _commit_rows_launch(*tensors_and_numbers) -> Launch:
+    return _launch_of(commit_layers_rows_kernel, *tensors_and_numbers)
 
 
 def _commit_launch(*tensors_and_numbers) -> Launch:

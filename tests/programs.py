@@ -1,0 +1,12 @@
+"""Kernels launched as where programs are few, where all of them run at once, and where they are many: a test's own are few."""
+
+import pytest
+
+from recoverssm_ops.triton import configs
+
+LIMITS = {"few": (configs.FEW_PROGRAMS, configs.ONE_WAVE), "wave": (0, configs.ONE_WAVE), "many": (0, 0)}
+
+
+def launch_as(programs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in zip(("FEW_PROGRAMS", "ONE_WAVE"), LIMITS[programs], strict=True):
+        monkeypatch.setattr(configs, name, limit)
