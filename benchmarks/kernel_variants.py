@@ -153,6 +153,7 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         variants[f"commit_layers_{pool}"] = (commit_layers, {"pool": pool})
         variants[f"verify_{pool}_wave"] = (verify, {"pool": pool, "batch": WAVE_ROWS})
         variants[f"verify_{pool}_few"] = (verify, {"pool": pool, "batch": FEW_ROWS})
+        variants[f"commit_{pool}_half_wave"] = (commit, {"pool": pool, "batch": WAVE_ROWS // 2})
         variants[f"commit_{pool}_few"] = (commit, {"pool": pool, "batch": FEW_ROWS})
     half = {"pool": "fp16", "data": "fp16", "T": 4, "bounded": False, "scalar_gate": True}
     columns = {"pool": "bf16", "columns": 3, "bounded": False, "packed": True}

@@ -66,7 +66,7 @@ def configured(operation: str, changed: Config) -> Iterator[list[tuple[str, Conf
 
 def fewest_rows(shape: Shape) -> int:
     """No code depends on how many rows there are, only on which of the launch table's limits they exceed."""
-    for limit in (configs.ONE_WAVE, configs.FEW_PROGRAMS):
+    for limit in (configs.ONE_WAVE, configs.ONE_WAVE // 2, configs.FEW_PROGRAMS):
         if shape.batch * shape.num_value_heads > limit:
             return limit // shape.num_value_heads + 1
     return min(shape.batch, 2)

@@ -170,6 +170,7 @@ COVERING_COMMITS = [
     ("window_12", "fp16", "many"),
     ("wide_cut_off", "bf16", "many"),
     ("long_rows", "fp16", "many"),
+    ("cut_off_bounded", "fp32", "wave"),
 ]
 
 
@@ -179,7 +180,7 @@ def test_commit(name, dtypes, programs, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("programs", ("few", "many"))
+@pytest.mark.parametrize("programs", LIMITS)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", COMMITS_BY_NAME)
 def test_commit_of_everything(name, dtypes, programs, monkeypatch):

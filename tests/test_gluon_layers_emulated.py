@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import layers_kernel_checks as checks
 from layers_kernel_checks import Case
-from programs import launch_as
+from programs import LIMITS, launch_as
 from ptx_emulator.launches import emulated
 
 from recoverssm_ops.triton import launch_layers
@@ -59,7 +59,7 @@ def parity(case, data, pool, programs, monkeypatch):
 
 @pytest.mark.parametrize(
     ("case", "pool", "programs"),
-    [(LAYERS[0], "bf16", "many"), (LAYERS[1], "fp32", "many"), (LAYERS[2], "bf16", "few"), (LAYERS[3], "fp32", "few")],
+    [(LAYERS[0], "bf16", "many"), (LAYERS[1], "fp32", "many"), (LAYERS[2], "bf16", "few"), (LAYERS[3], "fp32", "wave")],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_layers_have_the_bits_of_one_launch_each(case, pool, programs, monkeypatch):
@@ -67,7 +67,7 @@ def test_layers_have_the_bits_of_one_launch_each(case, pool, programs, monkeypat
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("programs", ("few", "many"))
+@pytest.mark.parametrize("programs", LIMITS)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("data", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 @pytest.mark.parametrize("case", [*LAYERS, *MORE_LAYERS], ids=lambda case: case.name)

@@ -84,7 +84,8 @@ def test_rows_of_the_pool_that_are_not_contiguous_take_the_triton_kernel():
 def test_commit_takes_the_gluon_kernel(pool, setting):
     """And so does the commit of all layers, whose bits are those of one launch a layer."""
     assert kernel(variants.commit(pool, **setting)) == "commit_rows_kernel"
-    assert kernel(variants.commit(pool, batch=variants.FEW_ROWS, **setting)) == "commit_rows_kernel"
+    for batch in (variants.WAVE_ROWS // 2, variants.FEW_ROWS):
+        assert kernel(variants.commit(pool, batch=batch, **setting)) == "commit_rows_kernel"
     assert kernel(variants.commit_layers(pool, layers=2, **setting)) == "commit_layers_rows_kernel"
 
 

@@ -111,20 +111,23 @@ def commit_rows_config(
 ) -> dict[str, int]:
     """The same for the kernel of ``commit_rows.py``.
 
-    What is on the way at once decides: 6 KiB to 8 KiB for each warp. Where there are few programs, they share out a head's
-    values, and have one tile each.
+    What is on the way at once decides: 6 KiB to 8 KiB for each warp. Where there are so few programs that two for each head run
+    at once, there are two; where there are fewer, one for each 16 values, which hold them all at once.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     if programs <= FEW_PROGRAMS:
         return {
             "BK": BK, "PART": 16, "ROWS": 4, "BUFFERS": 1, "GROUP": 16, "EAGER": True, "num_warps": 4, "maxnreg": 255
         }  # fmt: skip
+    part = value_dim if value_dim <= 256 else 32
     if window > 8 or BK > 128:
         warps, rows, buffers = 4, 4, 2
+    elif 2 * programs <= ONE_WAVE and part == value_dim:
+        warps, rows, buffers, part = 2, 8, 3, part // 2
     else:
         warps, rows, buffers = (2, 8, 3) if state_dtype.itemsize == 2 else (2, 4, 4)
     return {
-        "BK": BK, "PART": value_dim if value_dim <= 256 else 32, "ROWS": rows, "BUFFERS": buffers, "GROUP": 4,
+        "BK": BK, "PART": part, "ROWS": rows, "BUFFERS": buffers, "GROUP": 4,
         "EAGER": False, "num_warps": warps, "maxnreg": 168,
     }  # fmt: skip
 
