@@ -15,16 +15,16 @@ from benchmarks.compilation import Launch, compile_launch, only_launch
 from benchmarks.fused_kernel import Config
 from benchmarks.fused_trial import FusedTrial
 from benchmarks.launch_sweep import Figures
-from benchmarks.shapes import DTYPES, Shape
+from benchmarks.shapes import Shape
 from recoverssm_ops import layers_ops
-from recoverssm_ops.triton import launch, launch_layers
+from recoverssm_ops.triton import launch_layers
 
 FUSED, MERGED = "fused", "merged"
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A kernel: "fused", "verify", "commit", or "merged" commits of ``layers``."""
+    """A kernel: "fused", or "verify", "commit" or "merged" commits of ``layers`` as the launchers choose them."""
 
     kernel: str
     shape: Shape
@@ -34,23 +34,17 @@ class Task:
 
 
 def task(kernel: str, shape: Shape, config: Config, arch: int, layers: int = 1) -> Task:
-    """No code depends on the number of rows, nor the fused kernel's on the number of heads: shapes share what is compiled."""
-    small = dataclasses.replace(shape, batch=2)
+    """Little code depends on the number of rows, and none of the fused kernel's on that of heads: shapes share what is compiled."""
     if kernel == FUSED:
-        small = dataclasses.replace(small, heads=1, value_heads=shape.num_value_heads // shape.heads)
+        small = dataclasses.replace(shape, batch=2, heads=1, value_heads=shape.num_value_heads // shape.heads)
+    else:
+        small = dataclasses.replace(shape, batch=launch_sweep.fewest_rows(shape))
     return Task(kernel, small, tuple(sorted(config.items())), arch, layers)
 
 
 def library_tasks(shape: Shape, layers: int, arch: int) -> list[Task]:
     """The operators' kernels, as the launchers choose them for the shape."""
-    size, heads = shape.head_size, shape.num_value_heads
-    asked = (shape.batch * heads, shape.window, size, size, DTYPES[shape.state_dtype])
-    commit = launch.commit_config(*asked)
-    return [
-        task("verify", shape, launch.verify_config(*asked), arch),
-        task("commit", shape, commit, arch),
-        task(MERGED, shape, commit, arch, layers),
-    ]
+    return [task("verify", shape, {}, arch), task("commit", shape, {}, arch), task(MERGED, shape, {}, arch, layers)]
 
 
 def noted_launch(task: Task) -> Launch:
@@ -64,10 +58,7 @@ def noted_launch(task: Task) -> Launch:
     def repeated(*arguments: object) -> None:
         launch_layers.commit(*(x * task.layers if isinstance(x, list) else x for x in arguments))
 
-    with (
-        mock.patch.object(layers_ops, "kda_commit_layers", repeated),
-        mock.patch.object(launch_layers, "commit_config", lambda *_: config),
-    ):
+    with mock.patch.object(layers_ops, "kda_commit_layers", repeated):
         return only_launch(trial.committing.commit_all)
 
 

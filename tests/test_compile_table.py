@@ -19,8 +19,9 @@ PAIRS = [(name, arch) for name in VARIANTS for arch in architectures_of(name)]
 PINNED = CompileTable.parse(PATH.read_text())
 # Blocks of the smallest supported GPUs of each generation (8.6, 12.0) can have 99 KiB.
 SHARED_LIMIT = 99 * 1024
-# The sizes of the models this is for: they must not spill where the kernels were tuned. Registers are rationed there, so that
-# more programs run at once; on other generations, and in float32 with another Triton than it was tuned with, a few may spill.
+# The sizes of the models this is for: commits must not spill where the kernels were tuned, and verify by no more than two
+# registers (at that, more programs at once are the faster way). On other generations, and in float32 with another Triton
+# than it was tuned with, a few may spill.
 MAIN = ("verify_bf16_T4", "verify_bf16_T8", "verify_fp32_T4", "verify_fp32_T8", "commit_bf16", "commit_fp32")
 # Of another Triton than the pinned one, too: four bytes stored and four loaded for each register too many.
 SLACK = 192
@@ -52,7 +53,8 @@ def test_the_table_holds_every_variant():
 def test_main_variants_do_not_spill():
     for name in MAIN:
         for arch, (_, _, spilled) in PINNED.rows[name].cells.items():
-            allowed = SLACK if name.startswith("verify_fp32") or arch != 90 else 0
+            tuned = 16 if name.startswith("verify_bf16") else 0
+            allowed = SLACK if name.startswith("verify_fp32") or arch != 90 else tuned
             assert spilled <= allowed, (name, arch)
 
 
