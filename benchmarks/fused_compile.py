@@ -34,7 +34,7 @@ class Task:
 
 
 def task(kernel: str, shape: Shape, config: Config, arch: int, layers: int = 1) -> Task:
-    """Little code depends on the number of rows, and none of the fused kernel's on that of heads: shapes share what is compiled."""
+    """Shapes share what is compiled: little of it depends on the rows, and none of the fused kernel on the heads."""
     if kernel == FUSED:
         small = dataclasses.replace(shape, batch=2, heads=1, value_heads=shape.num_value_heads // shape.heads)
     else:
