@@ -14,7 +14,7 @@ from layers_kernel_checks import Case
 from programs import LIMITS, launch_as
 from ptx_emulator.launches import emulated
 
-from recoverssm_ops.triton import launch_layers
+from recoverssm_ops.triton import configs, launch, launch_layers
 
 POOLS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -64,6 +64,23 @@ def parity(case, data, pool, programs, monkeypatch):
 )
 def test_layers_have_the_bits_of_one_launch_each(case, pool, programs, monkeypatch):
     parity(case, torch.bfloat16, POOLS[pool], programs, monkeypatch)
+
+
+def test_all_layers_are_more_programs_than_one(monkeypatch):
+    """Two programs a head in a layer's own launch, one in that of all layers: the same bits."""
+    case = case_of("halves", 64, 64, layers=3)
+    chosen = []
+
+    def noted(*arguments):
+        chosen.append(configs.commit_rows_config(*arguments))
+        return chosen[-1]
+
+    for module in (launch, launch_layers):
+        monkeypatch.setattr(module, "commit_rows_config", noted)
+    programs = case.batch * case.kind["sizes"]["value_heads"]
+    monkeypatch.setitem(LIMITS, "two layers", (0, 4 * programs))
+    parity(case, torch.bfloat16, torch.float32, "two layers", monkeypatch)
+    assert sorted(config["PART"] for config in chosen) == [32, 32, 32, 64]
 
 
 @pytest.mark.exhaustive

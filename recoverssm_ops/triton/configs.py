@@ -53,7 +53,7 @@ def verify_async_config(
     if window > 8 or BK > 128:
         return _large_verify_async_config(programs, window, BK, key_dim, value_dim, pieces)
     few, at_once = programs <= FEW_PROGRAMS and value_dim % 64 == 0, programs <= ONE_WAVE
-    warps = 4 if few or (at_once and not pieces and value_dim % 64 == 0) else 2
+    warps = 4 if few or (at_once and not pieces and value_dim % 128 == 0) else 2
     if pieces:
         registers = 168 if at_once and not few else 128
     else:
@@ -112,7 +112,8 @@ def commit_rows_config(
     """The same for the kernel of ``commit_rows.py``.
 
     What is on the way at once decides: 6 KiB to 8 KiB for each warp. Where there are so few programs that two for each head run
-    at once, there are two; where there are fewer, one for each 16 values, which hold them all at once.
+    at once, there are two; where there are fewer, one for each 16 values, which hold them all at once. Of all this only the
+    number of warps, which share out a key, shows in the bits.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     if programs <= FEW_PROGRAMS:

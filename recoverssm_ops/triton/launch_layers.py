@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recoverssm_ops.triton import launch
+from recoverssm_ops.triton import configs, launch
 from recoverssm_ops.triton.address_table import address_table, aligned_kinds
 from recoverssm_ops.triton.cached_launch import Launch, on_device, relaunch
 from recoverssm_ops.triton.commit_rows import commit_layers_rows_kernel
@@ -63,7 +63,9 @@ def commit(
     options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     options |= {"SCALAR_GATE": scalar_gate}
     if launch.commits_by_rows(columns, window, (u[0], k[0], g[0]), states[0]):
-        config = commit_rows_config(programs, window, key_dim, value_dim, states[0].dtype)
+        # Unless a layer's programs are few, bits do not depend on how many there are, and here are those of all layers.
+        together = programs if programs <= configs.FEW_PROGRAMS else programs * len(states)
+        config = commit_rows_config(together, window, key_dim, value_dim, states[0].dtype)
         programs *= value_dim // config["PART"]
         numbers = (programs, u[0].shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
         numbers += (*_strides(u, k, g), *states[0].stride()[:2])
