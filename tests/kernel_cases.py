@@ -258,7 +258,7 @@ def check_verify(inputs: Inputs) -> Tensor:
     assert torch.equal(bits(inputs.storage), before), "verify wrote to the pool"
     assert o.dtype == inputs.v.dtype and u.dtype == torch.float32
     assert o.is_contiguous() and u.is_contiguous() and o.shape == u.shape == inputs.v.shape
-    expected = {dtype: _expected_outputs(inputs, dtype) for dtype in (torch.float64, torch.float32)}
+    expected = {dtype: expected_outputs(inputs, dtype) for dtype in (torch.float64, torch.float32)}
     for name, actual, at in (("o", o, 0), ("u", u, 1)):
         oracle, low = expected[torch.float64][at], expected[torch.float32][at]
         written = expected[torch.float64][2]
@@ -272,7 +272,8 @@ def check_verify(inputs: Inputs) -> Tensor:
     return u
 
 
-def _expected_outputs(inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def expected_outputs(inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """By the oracle: outputs, corrections, and where there are any."""
     o = torch.zeros(inputs.v.shape, dtype=dtype)
     u, written = o.clone(), torch.zeros(inputs.v.shape, dtype=torch.bool)
     for row in range(inputs.case.rows):

@@ -207,13 +207,12 @@ def _walk_launch(
     if batch * columns * dest_state.numel() == 0:
         return None
     window = u.shape[1] if cu_seqlens is None else max_seqlen
-    scalar_gate = g.ndim == 3
     programs = batch * value_heads
     tensors = (dest_state, u, k, g, source, dest, length, cu_seqlens, A_log, dt_bias)
     strides = sum((x.stride()[:3] for x in (u, k, g)), ())
-    options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
+    options = {"LOWER_BOUND": lower_bound, "SCALAR_GATE": g.ndim == 3}
+    options |= {"USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     sizes = (heads, value_heads, key_dim, value_dim, window)
-    options |= {"SCALAR_GATE": scalar_gate}
     if source is not None and commits_by_rows(columns, window, (u, k, g), dest_state):
         config = commit_rows_config(programs, window, key_dim, value_dim, dest_state.dtype)
         numbers = (u.shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
@@ -228,8 +227,8 @@ def _walk_launch(
         length.stride(1) if length.ndim == 2 else 0,
     )
     numbers += (*strides, *source_state.stride()[:3], *dest_state.stride()[:3], *sizes, columns)
-    options |= {"IN_PLACE": source is not None}
-    return Launch(commit_kernel, (programs * tiles,), (source_state, *tensors), numbers, options | config)
+    options |= {"IN_PLACE": source is not None} | config
+    return Launch(commit_kernel, (programs * tiles,), (source_state, *tensors), numbers, options)
 
 
 def commits_by_rows(columns: int, window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor) -> bool:

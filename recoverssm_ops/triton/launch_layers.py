@@ -60,8 +60,8 @@ def commit(
     programs = batch * value_heads
     plan = (source, dest, length, _contiguous(cu_seqlens))
     sizes = (heads, value_heads, key_dim, value_dim, window)
-    options = {"LOWER_BOUND": lower_bound, "USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
-    options |= {"SCALAR_GATE": scalar_gate}
+    options = {"LOWER_BOUND": lower_bound, "SCALAR_GATE": scalar_gate}
+    options |= {"USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     if launch.commits_by_rows(columns, window, (u[0], k[0], g[0]), states[0]):
         # Unless a layer's programs are few, bits do not depend on how many there are, and here are those of all layers.
         together = programs if programs <= configs.FEW_PROGRAMS else programs * len(states)
