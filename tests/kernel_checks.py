@@ -102,10 +102,10 @@ def later_tokens_do_not_reach_earlier_ones(
 ) -> None:
     """NaN and infinity from token n on, in any input: outputs before n keep their bits, token n's are not finite."""
     for gate in gates:
+        x = window(device, pool, gate=gate, **sizes)
+        expected = x.verify()
         for name in ("q", "k", "v", "g", "beta"):
             for garbage in (float("nan"), float("inf")):
-                x = window(device, pool, gate=gate, **sizes)
-                expected = x.verify()
                 spoiled = getattr(x, name).clone()
                 spoiled[:, n:] = garbage
                 actual = x.verify(**{name: spoiled})
