@@ -148,8 +148,8 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         variants[f"verify_{pool}_T16"] = (verify, {"pool": pool, "T": 16})
         variants[f"commit_{pool}"] = (commit, {"pool": pool})
         variants[f"commit_{pool}_unaligned"] = (commit, {"pool": pool, "aligned": False})
-        variants[f"commit_{pool}_T16"] = (commit, {"pool": pool, "T": 16})
-        variants[f"commit_{pool}_D256"] = (commit, {"pool": pool, "K": 256, "V": 256})
+        variants[f"commit_{pool}_T16"] = (commit, {"pool": pool, "T": 16, "V": 64})
+        variants[f"commit_{pool}_K256"] = (commit, {"pool": pool, "K": 256, "V": 64})
         variants[f"commit_layers_{pool}"] = (commit_layers, {"pool": pool})
         variants[f"verify_{pool}_wave"] = (verify, {"pool": pool, "batch": WAVE_ROWS})
         variants[f"verify_{pool}_few"] = (verify, {"pool": pool, "batch": FEW_ROWS})
@@ -169,7 +169,7 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "verify_bf16_D256_T4": (verify, {"pool": "bf16", "T": 4, "K": 256, "V": 256}),
         "verify_fp32_D192": (verify, {"pool": "fp32", "K": 192, "V": 192}),
         "verify_fp32_D256_T16": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "bounded": False}),
-        "commit_fp32_T16_D256": (commit, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "data": "fp32"}),
+        "commit_fp32_T16_K256": (commit, {"pool": "fp32", "T": 16, "K": 256, "V": 64, "data": "fp32"}),
         "commit_columns": (commit, columns),
         "commit_fp16_scalar": (commit, {"pool": "fp16", "scalar_gate": True, "data": "fp16"}),
         "commit_bf16_D64_packed": (commit, {"pool": "bf16", "K": 64, "V": 64, "packed": True}),

@@ -44,7 +44,7 @@ else:
         checks.conv_parity(case, "cpu", torch.float32, torch.float32)
 
     @pytest.mark.parametrize("dtypes", list(DTYPES.values())[1:], ids=list(DTYPES)[1:])
-    @pytest.mark.parametrize("case", checks.CASES[::5], ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", checks.CASES[:-2:5], ids=lambda case: case.name)
     def test_parity(case, dtypes):
         checks.parity(case, "cpu", *dtypes)
 

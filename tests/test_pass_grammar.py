@@ -33,7 +33,7 @@ def refused_and_untouched(case: tuple, dynamic: bool) -> None:
     tried["left alone"].add((case, dynamic))
 
 
-@settings(max_examples=18, **QUICK)
+@settings(max_examples=14, **QUICK)
 @given(SPELLINGS)
 def test_b29_drawn_spelling_is_rewritten(spelling):
     rewritten_and_equal(spelling)
