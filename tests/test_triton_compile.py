@@ -86,3 +86,13 @@ def test_element_t_i_of_the_couplings_is_in_lane_4_t_plus_i_over_2(batch, T, cou
     lanes, warps = (re.search(rf"{name} = (\[\[.*?\]\])", definition).group(1) for name in ("lane", "warp"))
     assert lanes == "[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]"
     assert set(re.findall(r"\d", warps)) == {"0"}
+
+
+@pytest.mark.parametrize("batch", (kernel_variants.BATCH, kernel_variants.FEW_ROWS))
+@pytest.mark.parametrize("K", (64, 128))
+def test_threads_that_exchange_their_terms_agree_on_the_sum(K, batch):
+    """A product fused with what another thread sent is rounded in one of the two threads, and not in the other."""
+    ptx = triton_compile.compile_commit(90, "fp32", K=K, V=64, data="fp32", batch=batch).ptx
+    sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
+    addends = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))
+    assert sent and not sent & addends

@@ -118,6 +118,11 @@ def _permuted_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.nd
     return np.ascontiguousarray(np.where(digits >= 8, sign, picked).astype(np.uint8)).view(np.uint32)[:, 0]
 
 
+def _of_halves(function: Callable[..., np.ndarray], dtype: type) -> Callable[..., np.ndarray]:
+    """``function`` of the upper and of the lower 16 bits."""
+    return lambda a, b: function(*(np.ascontiguousarray(x).view(dtype) for x in (a, b))).view(np.uint32)
+
+
 def _bf16x2(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
     return _paired(bf16_from_float(upper), bf16_from_float(lower))
 
@@ -181,6 +186,10 @@ def _table() -> dict[str, Elementwise]:
             add(f"setp.{name}.{kind}", function, kind, kind, "pred")
         for other in INTEGERS:
             add(f"cvt.{kind}.{other}", lambda x, dtype=TYPES[kind]: x.astype(dtype), other, kind)
+
+    for kind, dtype in (("u16x2", np.uint16), ("s16x2", np.int16)):
+        for name, function in (("add", operator.add), ("min", np.minimum), ("max", np.maximum)):
+            add(f"{name}.{kind}", _of_halves(function, dtype), "b32", "b32", "b32")
 
     for bits in ("16", "32", "64"):
         kind = f"b{bits}"
