@@ -34,12 +34,10 @@ class Task:
 
 
 def task(kernel: str, shape: Shape, config: Config, arch: int, layers: int = 1) -> Task:
-    """Shapes share what is compiled: little of it depends on the rows, and none of the fused kernel on the heads."""
+    """Shapes share the fused kernel: no code of it depends on the number of rows or of heads."""
     if kernel == FUSED:
-        small = dataclasses.replace(shape, batch=2, heads=1, value_heads=shape.num_value_heads // shape.heads)
-    else:
-        small = dataclasses.replace(shape, batch=launch_sweep.fewest_rows(shape))
-    return Task(kernel, small, tuple(sorted(config.items())), arch, layers)
+        shape = dataclasses.replace(shape, batch=2, heads=1, value_heads=shape.num_value_heads // shape.heads)
+    return Task(kernel, shape, tuple(sorted(config.items())), arch, layers)
 
 
 def library_tasks(shape: Shape, layers: int, arch: int) -> list[Task]:

@@ -56,6 +56,7 @@ def commit_rows_program(
     PARTS: gl.constexpr = V // PART
     BV: gl.constexpr = ROWS * W
     TILES: gl.constexpr = PART // BV
+    gl.static_assert(V % PART == 0 and PART % BV == 0, "no row may be left over")
     BLOCK_V: gl.constexpr = 32 if PART <= 32 else 64 if PART <= 64 else 128 if PART <= 128 else 256
     EXACT: gl.constexpr = state.dtype.element_ty != gl.bfloat16
     VALUES: gl.constexpr = min(32, BLOCK_V // 4)

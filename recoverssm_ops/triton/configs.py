@@ -10,7 +10,7 @@ import triton
 
 # No more programs than this: less than one for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 96
-# No more than this: six for each, which run at once, and nothing comes after them.
+# Six for each: those of verify over a bf16 pool and those of commit all run at once, and nothing comes after them.
 ONE_WAVE = 792
 # Triton 3.8 keeps more of a loop's operands in registers: one warp of tf32 pieces would spill.
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
@@ -45,8 +45,8 @@ def verify_async_config(
     """The same for the kernel of ``verify_async.py``.
 
     How many of its programs run at once decides, so registers and shared memory are rationed: eight programs of two warps on a
-    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where all of them run at once, nothing is gained by
-    that, and each has more registers, or warps.
+    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where 16-bit ones all run at once anyway, each
+    has more registers; float32 ones of four warps then finish sooner, though they take turns.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     pieces = pieces_of(state_dtype)
@@ -111,7 +111,7 @@ def commit_rows_config(
 ) -> dict[str, int]:
     """The same for the kernel of ``commit_rows.py``.
 
-    What is on the way at once decides: 6 KiB to 8 KiB for each warp. Where there are so few programs that two for each head run
+    What is on the way at once decides: 6 to 12 KiB for each warp. Where there are so few programs that two for each head run
     at once, there are two; where there are fewer, one for each 16 values, which hold them all at once. Of all this only the
     number of warps, which share out a key, shows in the bits.
     """

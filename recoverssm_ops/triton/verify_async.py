@@ -122,6 +122,7 @@ def verify_async_kernel(
     BV: gl.constexpr = ROWS * W
     ACROSS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
     TILES: gl.constexpr = V // BV * ACROSS
+    gl.static_assert(V % BV == 0 and COLUMNS % PART == 0, "no row and no column may be left over")
     SPAN: gl.constexpr = BK if TP * BK <= 1024 else 32 if EXACT else 64
     PIECE: gl.constexpr = gl.float32 if EXACT else gl.bfloat16
     POOL: gl.constexpr = state.dtype.element_ty

@@ -8,6 +8,7 @@ What it sees, naming the statement and the line of the kernel that it comes from
 - instructions that it does not know, and registers that nobody has written;
 - accesses outside of the tensors that a launch was given, and misaligned ones;
 - shared memory that is read before it is written, or whose copy (``cp.async``) has not been waited for;
+- threads of one statement that store different values in the same place;
 - shared memory that two warps access, one of them to change it, without a barrier between.
 
 What it is not:
