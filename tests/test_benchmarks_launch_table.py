@@ -114,12 +114,14 @@ def test_candidates_are_timed_until_the_deadline(operation):
     ("operation", "changed"),
     (
         ("verify", {"num_warps": 8}),
+        ("verify", {"BUFFERS": 4}),
+        ("verify", {"AHEAD": 4}),
         ("commit", {"PART": 128}),
         ("commit", {"PART": 32, "ROWS": 16, "num_warps": 4}),
         ("commit", {"PART": 24, "ROWS": 4}),
     ),
     ids=str,
 )
-def test_a_configuration_that_leaves_rows_out_is_a_failure(operation, changed):
+def test_a_configuration_that_leaves_rows_out_or_reads_past_them_is_a_failure(operation, changed):
     """Without its work a kernel would be the fastest."""
     assert figures((Shape(64, 12, 4, "bf16", 64), operation, changed, 90)).failure

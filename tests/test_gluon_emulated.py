@@ -1,7 +1,7 @@
 """The Gluon kernels' compiled code on the CPU, in every dtype: what Triton's interpreter cannot run (``ptx_emulator``).
 
-The cases, checks and budgets are those of the tests on a GPU. "Few" programs, a "wave" of them, and
-"many" are launched differently.
+The cases, checks and budgets are those of the tests on a GPU. "Few" programs, a "wave" of them (or a
+full one), and "many" are launched differently.
 """
 
 import os
@@ -41,7 +41,8 @@ COVERING = [
     ("window_12_packed", "bf16", "many"),
     ("window_16_floor", "fp16", "many"),
     ("window_16_size_256", "fp32", "many"),
-    ("window_128", "fp32", "wave"),
+    ("window_128", "fp32", "full wave"),
+    ("neg_eigval", "bf16", "wave"),
     ("bounded_64_packed", "bf16", "few"),
     ("window_128", "fp32", "few"),
     ("window_1", "bf16", "few"),
@@ -118,7 +119,7 @@ def choices(name, dtypes, programs, monkeypatch) -> set[tuple]:
         "shared heads": case.H != case.HV,
         "dtypes": dtypes,
     }
-    named = ("PIECES", "HOLD", "BUFFERS", "num_warps", "USE_SIGMOID", "NEG_EIGVAL")
+    named = ("PIECES", "HOLD", "BUFFERS", "AHEAD", "num_warps", "USE_SIGMOID", "NEG_EIGVAL")
     return {*derived.items(), *((option, options[option]) for option in named)}
 
 

@@ -59,8 +59,9 @@ def test_parity_of_a_full_gpu(case, pool, full_gpu):
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", ("window_1", "window_128", "bounded_64_packed", "bounded_112_160"))
-def test_parity_where_all_programs_run_at_once(name, dtypes, monkeypatch):
-    launch_as("wave", monkeypatch)
+@pytest.mark.parametrize("programs", ("wave", "full wave"))
+def test_parity_where_all_programs_run_at_once(programs, name, dtypes, monkeypatch):
+    launch_as(programs, monkeypatch)
     checks.parity(next(case for case in CASES if case.name == name), "cuda", *dtypes)
 
 

@@ -10,8 +10,8 @@ import triton
 
 # No more programs than this: less than one for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 96
-# Six for each: those of verify over a bf16 pool and those of commit all run at once, and nothing comes after them.
-ONE_WAVE = 792
+# Four and six for each: where all programs run at once, nothing comes after them.
+FOUR_EACH, ONE_WAVE = 528, 792
 # Triton 3.8 keeps more of a loop's operands in registers: one warp of tf32 pieces would spill.
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
@@ -44,23 +44,27 @@ def verify_async_config(
 ) -> dict[str, int]:
     """The same for the kernel of ``verify_async.py``.
 
-    How many of its programs run at once decides, so registers and shared memory are rationed: eight programs of two warps on a
-    multiprocessor of Hopper with 16-bit pieces, five with float32 ones. Where 16-bit ones all run at once anyway, each
-    has more registers; float32 ones of four warps then finish sooner, though they take turns.
+    How many of its programs run at once decides, so registers and shared memory are rationed: on a multiprocessor of Hopper
+    eight programs of two warps for a bf16 pool, four for a float32 one. Where all of a bf16 pool's run at once anyway, each
+    has more registers and asks for more of the state first. Float32 tiles of 32 columns let six programs in, for where
+    those are all, and leave no column of a head of 96 to multiply by zeros.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     pieces = pieces_of(state_dtype)
     if window > 8 or BK > 128:
         return _large_verify_async_config(programs, window, BK, key_dim, value_dim, pieces)
     few, at_once = programs <= FEW_PROGRAMS and value_dim % 64 == 0, programs <= ONE_WAVE
-    warps = 4 if few or (at_once and not pieces and value_dim % 128 == 0) else 2
-    if pieces:
-        registers = 168 if at_once and not few else 128
-    else:
-        registers = 255 if few else 168
+    warps, columns, buffers, ahead, registers = 4 if few else 2, BK, 2, 1, 255 if few else 168
+    if pieces and (few or not at_once):
+        registers = 128
+    elif pieces:
+        buffers, ahead = 3, 2
+    elif state_dtype.itemsize == 4 and not few:
+        columns, buffers, ahead = (32, 6, 3) if FOUR_EACH < programs <= ONE_WAVE or key_dim < BK else (BK, 2, 2)
+    buffers = min(buffers, value_dim // (16 * warps) * -(-key_dim // columns))
     return {
-        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": BK, "PART": min(BK, 64 if few else 128 if pieces else 32),
-        "HOLD": not few, "BUFFERS": min(value_dim // (16 * warps), 2), "num_warps": warps, "maxnreg": registers,
+        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "PART": min(BK, 64 if few else 128 if pieces else 32),
+        "HOLD": not few, "BUFFERS": buffers, "AHEAD": min(ahead, buffers), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 
@@ -78,12 +82,13 @@ def _large_verify_async_config(
     columns = 32 if both else 64
     tiles = value_dim // (16 * warps) * -(-key_dim // columns)
     if pieces:
-        buffers, registers = 3 if few or not wide else 2 if long else 4, 255 if few else 168 if long else 128
+        buffers, registers = 4 if not long else 3 if few or not wide else 2, 255 if few else 168 if long else 128
     else:
-        buffers, registers = (1, 128) if both else (2 if few or long else 3, 255)
+        buffers, registers = (1, 128) if both else (2 if long else 3, 255)
+    ahead = 1 if long else 4 if few and pieces else 2
     return {
         "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "PART": 64 if pieces else 32, "HOLD": False,
-        "BUFFERS": min(tiles, buffers), "num_warps": warps, "maxnreg": registers,
+        "BUFFERS": min(tiles, buffers), "AHEAD": min(tiles, ahead), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 
@@ -121,7 +126,10 @@ def commit_rows_config(
             "BK": BK, "PART": 16, "ROWS": 4, "BUFFERS": 1, "GROUP": 16, "EAGER": True, "num_warps": 4, "maxnreg": 255
         }  # fmt: skip
     part = value_dim if value_dim <= 256 else 32
-    if window > 8 or BK > 128:
+    registers = 168
+    if BK > 128:
+        warps, rows, (buffers, registers) = 8, 4, (1, 128) if window > 8 else (2, 168)
+    elif window > 8:
         warps, rows, buffers = 4, 4, 2
     elif 2 * programs <= ONE_WAVE and part == value_dim:
         warps, rows, buffers, part = 2, 8, 3, part // 2
@@ -129,7 +137,7 @@ def commit_rows_config(
         warps, rows, buffers = (2, 8, 3) if state_dtype.itemsize == 2 else (2, 4, 4)
     return {
         "BK": BK, "PART": part, "ROWS": rows, "BUFFERS": buffers, "GROUP": 4,
-        "EAGER": False, "num_warps": warps, "maxnreg": 168,
+        "EAGER": False, "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 

@@ -110,11 +110,12 @@ def verify_async_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, T: gl.constexpr, BLOCK_V: gl.constexpr,
     SCALE: gl.constexpr, LOWER_BOUND: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, SHIFT: gl.constexpr,
     PIECES: gl.constexpr, BK: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr,
-    BUFFERS: gl.constexpr, HOLD: gl.constexpr,
+    BUFFERS: gl.constexpr, AHEAD: gl.constexpr, HOLD: gl.constexpr,
 ):  # fmt: skip
     """A tile is ``ROWS`` rows of state a warp and ``COLUMNS`` columns, the step of the walk through shared memory's buffers.
 
-    ``PART`` of the columns are multiplied at a time; ``HOLD``: the other operand stays in registers meanwhile.
+    ``AHEAD`` of the buffers are filled while the couplings are computed. ``PART`` of the columns are multiplied at a time;
+    ``HOLD``: the other operand stays in registers meanwhile.
     """
     W: gl.constexpr = gl.num_warps()
     TP: gl.constexpr = 8 if T <= 8 else 16
@@ -123,6 +124,9 @@ def verify_async_kernel(
     ACROSS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
     TILES: gl.constexpr = V // BV * ACROSS
     gl.static_assert(V % BV == 0 and COLUMNS % PART == 0, "no row and no column may be left over")
+    gl.static_assert(
+        AHEAD <= BUFFERS and BUFFERS <= TILES, "no copy may go past the state, or into a buffer that is not read"
+    )
     SPAN: gl.constexpr = BK if TP * BK <= 1024 else 32 if EXACT else 64
     PIECE: gl.constexpr = gl.float32 if EXACT else gl.bfloat16
     POOL: gl.constexpr = state.dtype.element_ty
@@ -198,9 +202,11 @@ def verify_async_kernel(
     rows = gl.arange(0, BV, gl.SliceLayout(1, copy_layout))
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, copy_layout))
     source = state + slot * state_slot + head * state_head + rows[:, None] * K + columns[None, :]
-    first_tile = gl.allocate_shared_memory(POOL, [BV, COLUMNS], shared_state)
-    begin_copy(first_tile, source, 0, columns, ACROSS, K)
-    tiles = (first_tile,)
+    tiles = ()
+    for tile in gl.static_range(AHEAD):
+        buffer = gl.allocate_shared_memory(POOL, [BV, COLUMNS], shared_state)
+        begin_copy(buffer, source, tile, columns, ACROSS, K)
+        tiles = tiles + (buffer,)
 
     if INPUT_PIECES == 1:
         key_pieces, query_pieces = (keys.to(PIECE),), (queries.to(PIECE),)
@@ -249,7 +255,7 @@ def verify_async_kernel(
             held = held + ((high, columns_of(decayed[1], part * PART, PART, right)),)
 
     # The operands' memory is free now, and lent to the next tiles.
-    for tile in gl.static_range(1, BUFFERS):
+    for tile in gl.static_range(AHEAD, BUFFERS):
         buffer = gl.allocate_shared_memory(POOL, [BV, COLUMNS], shared_state)
         begin_copy(buffer, source, tile, columns, ACROSS, K)
         tiles = tiles + (buffer,)
