@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import sys
 import time
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import torch
@@ -47,6 +47,9 @@ class Trial:
     figures: dict[int, Figures] = dataclasses.field(default_factory=dict)
     microseconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.places = {_key(change): at for at, change in enumerate(self.changes)}
+
     @classmethod
     def of(cls, shape: Shape, operation: str, knobs: dict[str, tuple[int, ...]]) -> Trial:
         _, question, own = launched(shape, operation, {})
@@ -58,9 +61,8 @@ class Trial:
 
     def loss(self, change: Config) -> float | None:
         """Of a configuration that was timed."""
-        if change not in self.changes or self.changes.index(change) not in self.microseconds:
-            return None
-        return self.microseconds[self.changes.index(change)] / min(self.microseconds.values()) - 1
+        us = self.microseconds.get(self.places.get(_key(change)))
+        return None if us is None else us / min(self.microseconds.values()) - 1
 
     def as_json(self) -> dict:
         timed = [
@@ -72,25 +74,33 @@ class Trial:
         return {**head, "own": own, "own_loss": self.loss(own), "compiled": len(self.figures), "timed": timed}
 
 
+def _key(change: Config) -> tuple:
+    return tuple(sorted(change.items()))
+
+
 def compile_trials(trials: list[Trial], arch: int, jobs: int, deadline: float) -> None:
     """Candidates of all trials, near ones first, for as long as there is time; shapes that differ in rows share them."""
     tasks: dict[tuple, list[tuple[Trial, int]]] = {}
+    shapes = [dataclasses.replace(trial.shape, batch=fewest_rows(trial.shape)) for trial in trials]
     for at in range(max(len(trial.changes) for trial in trials)):
-        for trial in trials:
+        for trial, shape in zip(trials, shapes, strict=True):
             if at < len(trial.changes):
-                shape = dataclasses.replace(trial.shape, batch=fewest_rows(trial.shape))
-                key = (shape, trial.operation, tuple(sorted(trial.changes[at].items())))
-                tasks.setdefault(key, []).append((trial, at))
+                tasks.setdefault((shape, trial.operation, _key(trial.changes[at])), []).append((trial, at))
+    waiting = iter(tasks.items())
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         running = {}
-        for (shape, operation, change), users in tasks.items():
-            running[pool.submit(figures, (shape, operation, dict(change), arch))] = users
-        try:
-            for done in concurrent.futures.as_completed(running, max(0.1, deadline - time.monotonic())):
-                for trial, at in running[done]:
-                    trial.figures[at] = done.result()
-        except concurrent.futures.TimeoutError:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while time.monotonic() < deadline:
+            for (shape, operation, change), users in islice(waiting, 2 * jobs - len(running)):
+                running[pool.submit(figures, (shape, operation, dict(change), arch))] = users
+            if not running:
+                break
+            done, _ = concurrent.futures.wait(
+                running, max(0.1, deadline - time.monotonic()), concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                for trial, at in running.pop(future):
+                    trial.figures[at] = future.result()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def time_trial(trial: Trial, device: str, deadline: float) -> None:
@@ -117,7 +127,8 @@ def table_of(trials: list[Trial]) -> dict[str, Config]:
         asking = [trial for trial in trials if trial.question == question and trial.microseconds]
         if not asking:
             continue
-        everywhere = [c for c in asking[0].changes if all(trial.loss(c) is not None for trial in asking)]
+        timed = [asking[0].changes[at] for at in sorted(asking[0].microseconds)]
+        everywhere = [c for c in timed if all(trial.loss(c) is not None for trial in asking)]
         table[question] = min(
             everywhere, key=lambda c: sum(math.log1p(trial.loss(c)) for trial in asking), default=None
         )
