@@ -21,7 +21,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from benchmarks import kernel_variants as variants
-from recoverssm_ops.triton import cached_launch, launch, launch_conv, launch_layers
+from recoverssm_ops.triton import cached_launch, configs, launch, launch_conv, launch_layers
 
 TARGET = GPUTarget("cuda", 90, 32)
 MODULES = (launch, launch_conv, launch_layers)
@@ -233,6 +233,17 @@ def test_replaced_choices_of_the_launchers_are_seen(gpu, monkeypatch):
     for call in calls:
         call()
     assert not any(kernel in chosen for kernel, *_ in gpu.launches)
+
+
+def test_other_limits_of_the_launch_table_are_other_choices(gpu, monkeypatch):
+    calls = (lambda: launch.verify(**make_verify()), variants.commit("bf16"), variants.recover("fp32"))
+    for call in calls:
+        call()
+        for name in ("FEW_PROGRAMS", "FOUR_EACH", "ONE_WAVE"):
+            bound = gpu.bound
+            monkeypatch.setattr(configs, name, getattr(configs, name) + 1)
+            call()
+            assert gpu.bound == bound + 1
 
 
 def test_a_kernel_that_is_withheld_is_not_found_again(gpu, monkeypatch):

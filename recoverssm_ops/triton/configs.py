@@ -16,6 +16,11 @@ FOUR_EACH, ONE_WAVE = 528, 792
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
+def limits() -> tuple[int, int, int]:
+    """Numbers of programs at which choices change. Tests move them, so that a small problem is launched like a large one."""
+    return FEW_PROGRAMS, FOUR_EACH, ONE_WAVE
+
+
 def verify_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes, warps and stages of the verify kernel for ``programs`` pairs of row and value head.
 

@@ -65,8 +65,7 @@ def verify(
         _fits_gluon,
         verify_config,
         verify_async_config,
-        configs.FEW_PROGRAMS,
-        configs.ONE_WAVE,
+        configs.limits(),
         MAX_FACTORED_EXPONENT,
     )
     relaunch(_verify_launch, tensors, (max_seqlen, *gate, pad_slot_id), choices)
@@ -152,7 +151,7 @@ def commit(
     vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
     tensors = (state, *record, source, dest, length, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, pad_slot_id)
-    relaunch(_commit_launch, tensors, settings, (_fits_gluon, commit_config, commit_rows_config, configs.FEW_PROGRAMS))
+    relaunch(_commit_launch, tensors, settings, (_fits_gluon, commit_config, commit_rows_config, configs.limits()))
 
 
 def _commit_launch(state: Tensor, *arguments) -> Launch | None:
@@ -179,7 +178,7 @@ def recover(
     vectors = (_contiguous(cu_seqlens), _contiguous(A_log), _contiguous(dt_bias))
     tensors = (initial_state, out, *record, None, None, num_accepted, *vectors)
     settings = (max_seqlen, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, 0)
-    relaunch(_walk_launch, tensors, settings, (commit_config, configs.FEW_PROGRAMS))
+    relaunch(_walk_launch, tensors, settings, (commit_config, configs.limits()))
     return out
 
 
