@@ -171,6 +171,7 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "verify_bf16_D192_few": (verify, {"pool": "bf16", "K": 192, "V": 192, "batch": FEW_ROWS}),
         "verify_fp32_D192": (verify, {"pool": "fp32", "K": 192, "V": 192}),
         "verify_fp32_D256_T16": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "bounded": False}),
+        "verify_fp32_D256_T16_bounded": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256}),
         "commit_fp32_T16_K256": (commit, {"pool": "fp32", "T": 16, "K": 256, "V": 64, "data": "fp32"}),
         "commit_columns": (commit, columns),
         "commit_fp16_scalar": (commit, {"pool": "fp16", "scalar_gate": True, "data": "fp16"}),

@@ -1,5 +1,5 @@
-"""Kernels launched as where programs are few, where all of them run at once, six on each multiprocessor or fewer, and where
-they are many: a test's own are few."""
+"""Kernels launched as where programs are few, where all run at once (up to four on each multiprocessor: a wave; up to six: a
+full one), and where they are many: a test's own are few."""
 
 import pytest
 

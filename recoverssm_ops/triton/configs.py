@@ -58,13 +58,13 @@ def verify_async_config(
     pieces = pieces_of(state_dtype)
     if window > 8 or BK > 128:
         return _large_verify_async_config(programs, window, BK, key_dim, value_dim, pieces)
-    few, at_once = programs <= FEW_PROGRAMS and value_dim % 64 == 0, programs <= ONE_WAVE
-    warps, columns, buffers, ahead, registers = 4 if few else 2, BK, 2, 1, 255 if few else 168
-    if pieces and (few or not at_once):
-        registers = 128
+    few = programs <= FEW_PROGRAMS and value_dim % 64 == 0
+    warps, columns, buffers, ahead, registers = 2, BK, 2, 1, 168
+    if few:
+        warps, registers = 4, 128 if pieces else 255
     elif pieces:
-        buffers, ahead = 3, 2
-    elif state_dtype.itemsize == 4 and not few:
+        buffers, ahead, registers = (3, 2, 168) if programs <= ONE_WAVE else (2, 1, 128)
+    elif state_dtype.itemsize == 4:
         columns, buffers, ahead = (32, 6, 3) if FOUR_EACH < programs <= ONE_WAVE or key_dim < BK else (BK, 2, 2)
     buffers = min(buffers, value_dim // (16 * warps) * -(-key_dim // columns))
     return {
@@ -121,9 +121,10 @@ def commit_rows_config(
 ) -> dict[str, int]:
     """The same for the kernel of ``commit_rows.py``.
 
-    What is on the way at once decides: 6 to 12 KiB for each warp. Where there are so few programs that two for each head run
-    at once, there are two; where there are fewer, one for each 16 values, which hold them all at once. Of all this only the
-    number of warps, which share out a key, shows in the bits.
+    What is on the way at once decides: 6 to 12 KiB for each warp, and 2 to 8 where long windows or large heads need the
+    registers. Where there are so few programs that two for each head run at once, there are two; where there are fewer, one
+    for each 16 values, which hold them all at once. Of all this only the number of warps, which share out a key, shows in the
+    bits.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     if programs <= FEW_PROGRAMS:
@@ -132,8 +133,10 @@ def commit_rows_config(
         }  # fmt: skip
     part = value_dim if value_dim <= 256 else 32
     registers = 168
-    if BK > 128:
-        warps, rows, (buffers, registers) = 8, 4, (1, 128) if window > 8 else (2, 168)
+    if BK > 128 and window > 8:
+        warps, rows, buffers, registers = 8, 4, 1, 128
+    elif BK > 128:
+        warps, rows, buffers = 8, 4, 2
     elif window > 8:
         warps, rows, buffers = 4, 4, 2
     elif 2 * programs <= ONE_WAVE and part == value_dim:
