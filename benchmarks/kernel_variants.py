@@ -14,8 +14,9 @@ from torch import Tensor
 from recoverssm_ops.triton import configs, launch, launch_conv, launch_layers
 
 HEADS, SLOTS = 8, 3
-# Rows: so many that the GPU is full, as many as run at once, and few.
+# Rows: so many that the GPU is full, as many as run at once, few, and so few that heads are shared out.
 BATCH, WAVE_ROWS, FEW_ROWS = configs.ONE_WAVE // HEADS + 1, configs.ONE_WAVE // HEADS, configs.FEW_PROGRAMS // HEADS
+FEWEST_ROWS = 2
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Launching = Callable[[], object]
@@ -145,6 +146,8 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         variants[f"verify_{pool}_packed"] = (verify, {"pool": pool, "packed": True, "groups": 2})
         variants[f"verify_{pool}_fp32_data"] = (verify, {"pool": pool, "data": "fp32"})
         variants[f"verify_{pool}_unbounded"] = (verify, {"pool": pool, "bounded": False})
+        variants[f"verify_{pool}_unbounded_T16"] = (verify, {"pool": pool, "bounded": False, "T": 16})
+        variants[f"verify_{pool}_unbounded_unaligned"] = (verify, {"pool": pool, "bounded": False, "aligned": False})
         variants[f"verify_{pool}_T16"] = (verify, {"pool": pool, "T": 16})
         variants[f"commit_{pool}"] = (commit, {"pool": pool})
         variants[f"commit_{pool}_unaligned"] = (commit, {"pool": pool, "aligned": False})
@@ -153,6 +156,7 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         variants[f"commit_layers_{pool}"] = (commit_layers, {"pool": pool})
         variants[f"verify_{pool}_wave"] = (verify, {"pool": pool, "batch": WAVE_ROWS})
         variants[f"verify_{pool}_few"] = (verify, {"pool": pool, "batch": FEW_ROWS})
+        variants[f"verify_{pool}_fewest"] = (verify, {"pool": pool, "batch": FEWEST_ROWS})
         variants[f"commit_{pool}_half_wave"] = (commit, {"pool": pool, "batch": WAVE_ROWS // 2})
         variants[f"commit_{pool}_few"] = (commit, {"pool": pool, "batch": FEW_ROWS})
     half = {"pool": "fp16", "data": "fp16", "T": 4, "bounded": False, "scalar_gate": True}
@@ -165,10 +169,18 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "verify_bf16_T1": (verify, {"pool": "bf16", "T": 1}),
         "verify_fp16_scalar_packed": (verify, half | {"packed": True, "groups": 2}),
         "verify_bf16_scalar": (verify, {"pool": "bf16", "bounded": False, "scalar_gate": True, "groups": 2}),
+        "verify_fp32_scalar": (verify, {"pool": "fp32", "bounded": False, "scalar_gate": True, "groups": 2}),
+        "verify_bf16_scalar_T16": (verify, {"pool": "bf16", "T": 16, "bounded": False, "scalar_gate": True}),
+        "verify_bf16_scalar_unaligned": (
+            verify,
+            {"pool": "bf16", "bounded": False, "scalar_gate": True, "aligned": False},
+        ),
         "verify_fp32_D96_40": (verify, {"pool": "fp32", "T": 3, "K": 96, "V": 40, "data": "fp32"}),
+        "verify_fp32_half_wave": (verify, {"pool": "fp32", "batch": WAVE_ROWS // 2}),
         "verify_fp32_D96": (verify, {"pool": "fp32", "K": 96, "V": 96}),
         "verify_bf16_D256_T4": (verify, {"pool": "bf16", "T": 4, "K": 256, "V": 256}),
         "verify_bf16_D192_few": (verify, {"pool": "bf16", "K": 192, "V": 192, "batch": FEW_ROWS}),
+        "verify_fp32_D192_fewest": (verify, {"pool": "fp32", "K": 192, "V": 192, "batch": FEWEST_ROWS}),
         "verify_fp32_D192": (verify, {"pool": "fp32", "K": 192, "V": 192}),
         "verify_fp32_D256_T16": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "bounded": False}),
         "verify_fp32_D256_T16_bounded": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256}),

@@ -28,7 +28,7 @@ FUNCTIONS = {"verify": ("verify_config", "verify_async_config"), "commit": ("com
 # Values that a configuration's entries may take; entries of other names stay as they are.
 KNOBS = {
     "num_warps": (1, 2, 4, 8), "BV": (16, 32, 64, 128), "STAGES": (1, 2, 3), "num_stages": (1, 2, 3),
-    "ROWS": (16, 32), "COLUMNS": (32, 64, 128), "PART": (32, 64, 128),
+    "SHARE": (32, 64, 128), "ROWS": (16, 32), "COLUMNS": (32, 64, 128), "PART": (32, 64, 128),
     "BUFFERS": (1, 2, 3, 4, 6), "AHEAD": (1, 2, 3), "HOLD": (0, 1), "maxnreg": (128, 168, 200, 255),
 }  # fmt: skip
 # Of commit_rows.py, which has no tiles of the matrix unit.
@@ -66,7 +66,8 @@ def configured(operation: str, changed: Config) -> Iterator[list[tuple[str, Conf
 
 def fewest_rows(shape: Shape) -> int:
     """No code depends on how many rows there are, only on which of the launch table's limits they exceed."""
-    for limit in (configs.ONE_WAVE, configs.FOUR_EACH, configs.ONE_WAVE // 2, configs.FEW_PROGRAMS):
+    shared = (configs.ONE_EACH // parts for parts in range(2, 9))
+    for limit in (configs.ONE_WAVE, configs.FOUR_EACH, configs.ONE_WAVE // 2, configs.FEW_PROGRAMS, *shared):
         if shape.batch * shape.num_value_heads > limit:
             return limit // shape.num_value_heads + 1
     return min(shape.batch, 2)

@@ -1,5 +1,6 @@
 """The sweep of launch configurations: candidates, what they compile to, and the table, with made-up times."""
 
+import itertools
 import json
 import os
 
@@ -10,10 +11,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 from benchmarks import launch_sweep, launch_table
-from benchmarks.launch_sweep import candidates, configured, figures, launched
+from benchmarks.launch_sweep import candidates, configured, fewest_rows, figures, launched
 from benchmarks.launch_table import Trial, mean_loss, table_of
-from benchmarks.shapes import Shape
-from recoverssm_ops.triton import launch
+from benchmarks.shapes import DTYPES, Shape
+from recoverssm_ops.triton import configs, launch
 
 SMALL = Shape(4, 2, 2, "fp32", head_size=16, dtype="fp32")
 
@@ -34,6 +35,20 @@ def test_a_changed_configuration_reaches_the_launch(operation):
     assert noted.keywords["num_warps"] == own["num_warps"] == again["num_warps"]
     assert changed.keywords["num_warps"] == 2 * own["num_warps"]
     assert question.split("(")[0] in launch_sweep.FUNCTIONS[operation] and own.items() <= noted.keywords.items()
+
+
+@pytest.mark.parametrize("head_size", (64, 96, 128, 256))
+@pytest.mark.parametrize("pool", ("bf16", "fp32", "fp16"))
+def test_fewer_rows_are_launched_as_all_are(pool, head_size):
+    """Sweeps compile a shape's kernel for the fewest rows that get the same choices."""
+    names = ("verify_config", "verify_async_config", "commit_config", "commit_rows_config")
+    for heads, batch in itertools.product((1, 3, 12, 32), (*range(1, 70), 133, 529, 793, 2000)):
+        shape = Shape(batch, heads, 8, pool, head_size)
+        fewest = fewest_rows(shape)
+        assert 1 <= fewest <= batch
+        sizes = (8, head_size, head_size, DTYPES[pool])
+        for choose in (getattr(configs, name) for name in names):
+            assert choose(fewest * heads, *sizes) == choose(batch * heads, *sizes), (shape, fewest)
 
 
 def test_the_launcher_is_itself_again():
@@ -116,6 +131,7 @@ def test_candidates_are_timed_until_the_deadline(operation):
         ("verify", {"num_warps": 8}),
         ("verify", {"BUFFERS": 4}),
         ("verify", {"AHEAD": 4}),
+        ("verify", {"SHARE": 48}),
         ("commit", {"PART": 128}),
         ("commit", {"PART": 32, "ROWS": 16, "num_warps": 4}),
         ("commit", {"PART": 24, "ROWS": 4}),

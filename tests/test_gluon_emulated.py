@@ -20,12 +20,12 @@ import kernel_checks as checks
 from kernel_cases import CASES, Case, build, check_verify
 from programs import LIMITS, launch_as
 from ptx_emulator.launches import emulated
-from test_triton_cuda import DTYPES, LARGE
+from test_triton_cuda import ANY_GATE, DTYPES, LARGE
 
 from benchmarks.compilation import only_launch
 
 PLAIN_BETA = Case("bounded_plain_beta", 8, K=64, V=32, beta="plain", index_dtype=torch.int64)
-BY_NAME = {case.name: case for case in (*CASES, *LARGE, PLAIN_BETA)}
+BY_NAME = {case.name: case for case in (*CASES, *LARGE, *ANY_GATE, PLAIN_BETA)}
 # Every dtype and every branch of the kernel's constants at least once, as test_the_covering_set_covers checks.
 COVERING = [
     ("window_128", "bf16", "many"),
@@ -43,20 +43,36 @@ COVERING = [
     ("window_16_size_256", "fp32", "many"),
     ("window_128", "fp32", "full wave"),
     ("neg_eigval", "bf16", "wave"),
-    ("bounded_64_packed", "bf16", "few"),
-    ("window_128", "fp32", "few"),
-    ("window_1", "bf16", "few"),
-    ("size_192", "fp32_data_bf16_pool", "few"),
-    ("window_16", "bf16", "few"),
-    ("window_16_repeated_keys", "fp16", "few"),
+    ("bounded_64_packed", "bf16", "fewest"),
+    ("window_128", "fp32", "fewest"),
+    ("window_128", "bf16", "few"),
+    ("window_1", "bf16", "fewest"),
+    ("size_192", "fp32_data_bf16_pool", "fewest"),
+    ("size_256_packed", "bf16", "fewest"),
+    ("window_16", "bf16", "fewest"),
+    ("window_16_repeated_keys", "fp16", "fewest"),
+    ("scalar_128", "bf16", "many"),
+    ("scalar_128", "fp32", "fewest"),
+    ("scalar_raw", "fp16", "many"),
+    ("ragged_scalar", "fp16", "fewest"),
+    ("scalar_12_packed", "bf16_data_fp32_pool", "many"),
+    ("strong_scalar_16", "bf16", "fewest"),
+    ("unbounded_128", "bf16", "many"),
+    ("unbounded_128", "fp32", "fewest"),
+    ("no_norm_96", "fp16", "many"),
+    ("no_norm", "bf16", "many"),
+    ("raw_packed", "bf16_data_fp32_pool", "many"),
+    ("strong_256", "fp32_data_bf16_pool", "fewest"),
+    ("strong_16", "fp32", "many"),
+    ("unbounded_12_packed", "bf16", "fewest"),
 ]
 
 
 def is_gluon(case: Case) -> bool:
     """By settings and sizes; that the Gluon kernel was launched is asserted where it was expected."""
     return (
-        case.gate in ("bounded", "floor") and case.l2norm and not case.scalar_gate and not case.strided
-        and case.K % 16 == 0 and case.V % 32 == 0 and (case.V % 64 == 0 or case.K <= 128 or case.T <= 8)
+        (case.T <= 8 or case.K <= 128 or case.scalar_gate or (case.gate in ("bounded", "floor") and case.l2norm))
+        and not case.strided and case.K % 16 == 0 and case.V % 32 == 0 and (case.V % 64 == 0 or case.K <= 128 or case.T <= 8)
     )  # fmt: skip
 
 
@@ -104,7 +120,7 @@ def choices(name, dtypes, programs, monkeypatch) -> set[tuple]:
     x = build(case, "cpu", *DTYPES[dtypes])
     options = only_launch(x.verify).keywords
     K, columns, two_blocks = case.K, options["COLUMNS"], case.T > 8
-    tiles = case.V // (options["ROWS"] * options["num_warps"]) * -(-K // columns)
+    tiles = options["SHARE"] // (options["ROWS"] * options["num_warps"]) * -(-K // columns)
     derived = {
         "tokens": two_blocks,
         "shifted": options["SHIFT"] != 0,
@@ -113,13 +129,16 @@ def choices(name, dtypes, programs, monkeypatch) -> set[tuple]:
         "tiles of several parts": columns > options["PART"],
         "buffers used again": tiles > options["BUFFERS"],
         "padded columns": options["BK"] > K,
+        "several programs a head": options["SHARE"] < case.V,
         "both pieces in turn": options["PIECES"] == 0 and two_blocks and options["BK"] > 128,
         "packed": bool(case.lengths),
         "slots": x.slots is not None,
         "shared heads": case.H != case.HV,
+        "gate": (case.scalar_gate, options["FACTORED"], options["USE_GATE"], options["LOWER_BOUND"] == 0.0),
+        "couplings": (case.scalar_gate, options["FACTORED"], options["PIECES"], two_blocks),
         "dtypes": dtypes,
     }
-    named = ("PIECES", "HOLD", "BUFFERS", "AHEAD", "num_warps", "USE_SIGMOID", "NEG_EIGVAL")
+    named = ("PIECES", "HOLD", "BUFFERS", "AHEAD", "num_warps", "USE_L2NORM", "USE_SIGMOID", "NEG_EIGVAL")
     return {*derived.items(), *((option, options[option]) for option in named)}
 
 
@@ -265,19 +284,24 @@ def test_input_strides(pool, whole_rows, full_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("T", "K", "pool"),
+    ("T", "K", "pool", "gate", "scalar_gate"),
     (
-        (6, 64, torch.bfloat16),
-        (16, 64, torch.bfloat16),
-        (6, 64, torch.float32),
-        pytest.param(8, 192, torch.float32, marks=pytest.mark.exhaustive),
-        pytest.param(16, 128, torch.float16, marks=pytest.mark.exhaustive),
+        (6, 64, torch.bfloat16, "bounded", False),
+        (16, 64, torch.bfloat16, "bounded", False),
+        (6, 64, torch.float32, "bounded", False),
+        (6, 64, torch.float32, "unbounded", False),
+        (16, 64, torch.bfloat16, "unbounded", False),
+        (6, 64, torch.float32, "bounded", True),
+        (12, 64, torch.bfloat16, "unbounded", True),
+        pytest.param(8, 192, torch.float32, "bounded", False, marks=pytest.mark.exhaustive),
+        pytest.param(16, 128, torch.float16, "bounded", False, marks=pytest.mark.exhaustive),
+        pytest.param(16, 128, torch.float16, "unbounded", True, marks=pytest.mark.exhaustive),
     ),
     ids=str,
 )
-def test_later_tokens_do_not_reach_earlier_ones(T, K, pool):
+def test_later_tokens_do_not_reach_earlier_ones(T, K, pool, gate, scalar_gate):
     """Rejected tokens that are not finite: 0 * NaN is NaN, wherever a matrix unit multiplies by a zero."""
     with emulated() as emulator:
-        sizes = {"T": T, "K": K, "V": 64, "HV": 1, "batch": 1}
-        checks.later_tokens_do_not_reach_earlier_ones("cpu", pool, 3, ("bounded",), **sizes)
+        sizes = {"T": T, "K": K, "V": 64, "HV": 1, "batch": 1, "scalar_gate": scalar_gate}
+        checks.later_tokens_do_not_reach_earlier_ones("cpu", pool, 3, (gate,), **sizes)
     assert set(emulator.kernels) == {"verify_async_kernel"}

@@ -78,7 +78,7 @@ def test_all_layers_are_more_programs_than_one(monkeypatch):
     for module in (launch, launch_layers):
         monkeypatch.setattr(module, "commit_rows_config", noted)
     programs = case.batch * case.kind["sizes"]["value_heads"]
-    monkeypatch.setitem(LIMITS, "two layers", (0, 0, 4 * programs))
+    monkeypatch.setitem(LIMITS, "two layers", (0, 0, 0, 4 * programs))
     parity(case, torch.bfloat16, torch.float32, "two layers", monkeypatch)
     assert sorted(config["PART"] for config in chosen) == [32, 32, 32, 64]
 

@@ -49,6 +49,13 @@ ARITHMETIC = [
     ("add.s16x2 %r1, %r2, %r3", (0x0001FFFF, 0x00010001), 0x00020000),
     ("min.s16x2 %r1, %r2, %r3", (0x0001FFFF, 0x00020001), 0x0001FFFF),
     ("max.u16x2 %r1, %r2, %r3", (0x0001FFFF, 0x00020001), 0x0002FFFF),
+    ("max.NaN.f16x2 %r1, %r2, %r3", (0x3C00C000, 0x4000BC00), 0x4000BC00),
+    ("min.NaN.bf16x2 %r1, %r2, %r3", (0x3F80C000, 0x4000BF80), 0x3F80C000),
+    (
+        "setp.num.f16x2 %p1|%p2, %r2, %r3; selp.b32 %r1, 1, 0, %p1; selp.b32 %r4, 2, 0, %p2; add.s32 %r1, %r1, %r4",
+        (0x7E003C00, 0),
+        1,
+    ),
     ("add.f32 %r1, %r2, %r3", (bits(1.0), bits(2.0**-24)), bits(1.0)),
     ("fma.rn.f32 %r1, %r2, %r3, %r4", (bits(1 + 2.0**-12), bits(1 + 2.0**-12), bits(-1 - 2.0**-11)), bits(2.0**-24)),
     ("mov.b32 {%rs1, %rs2}, %r2; add.rn.f32.bf16 %r1, %rs2, %r3", (bits(1.5), bits(2.0)), bits(3.5)),

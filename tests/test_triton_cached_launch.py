@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("under the interpreter nothing is launched", allow_module_level=True)
 
 import triton
-from programs import launch_as
+from programs import NAMES, launch_as
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -239,7 +239,7 @@ def test_other_limits_of_the_launch_table_are_other_choices(gpu, monkeypatch):
     calls = (lambda: launch.verify(**make_verify()), variants.commit("bf16"), variants.recover("fp32"))
     for call in calls:
         call()
-        for name in ("FEW_PROGRAMS", "FOUR_EACH", "ONE_WAVE"):
+        for name in NAMES:
             bound = gpu.bound
             monkeypatch.setattr(configs, name, getattr(configs, name) + 1)
             call()

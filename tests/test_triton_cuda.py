@@ -36,6 +36,20 @@ LARGE = (
     Case("window_16_size_256", 16, K=256, V=128),
     Case("window_10_size_192_packed", 10, K=192, V=64, lengths=(10, 2), tail=9, beta="doubled"),
 )
+# The same kernel with gates that are not proven bounded: a scalar one, and one a channel.
+ANY_GATE = (
+    Case("scalar_128", 8, K=128, V=128, HV=2, gate="unbounded", scalar_gate=True),
+    Case("scalar_12_packed", 12, K=64, V=64, HV=2, scalar_gate=True, lengths=(12, 9, 0, 3), tail=3),
+    Case("strong_scalar_16", 16, K=64, V=64, batch=1, gate="strong", scalar_gate=True),
+    Case("scalar_16_size_256", 16, K=256, V=64, batch=1, gate="unbounded", scalar_gate=True),
+    Case("unbounded_128_shared", 8, K=128, V=128, HV=2, gate="unbounded"),
+    Case("raw_packed", 7, K=64, V=64, HV=2, gate="none", lengths=(7, 5, 0, 3), tail=3, padding=(1,)),
+    Case("strong_16", 16, K=64, V=64, batch=1, gate="strong"),
+    Case("unbounded_12_packed", 12, K=128, V=64, HV=2, gate="unbounded", lengths=(12, 9, 0, 3), tail=3, padding=(1,)),
+    Case("strong_256", 5, K=256, V=64, batch=1, gate="strong"),
+    Case("no_norm_96", 8, K=96, V=64, gate="none", l2norm=False, beta="plain"),
+    Case("no_norm_scalar", 8, K=64, V=64, gate="none", scalar_gate=True, l2norm=False),
+)
 BIG = Case("big", 8, K=128, V=128, H=4, HV=4, batch=320)
 
 
@@ -66,13 +80,13 @@ def test_parity_where_all_programs_run_at_once(programs, name, dtypes, monkeypat
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*LARGE, *ANY_GATE), ids=lambda case: case.name)
 def test_large_windows_and_heads_of_a_full_gpu(case, dtypes, full_gpu):
     checks.parity(case, "cuda", *dtypes)
 
 
 @pytest.mark.parametrize("pool", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*LARGE, *ANY_GATE), ids=lambda case: case.name)
 def test_large_windows_and_heads(case, pool):
     check_verify(build(case, "cuda", torch.bfloat16, pool))
 

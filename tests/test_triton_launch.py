@@ -35,6 +35,11 @@ def kernel(call) -> str:
         {"T": 9},
         {"T": 16, "packed": True, "K": 64, "V": 64},
         {"T": 16, "K": 256, "V": 256},
+        {"scalar_gate": True, "groups": 4},
+        {"bounded": False},
+        {"bounded": False, "K": 256, "V": 256},
+        {"bounded": False, "T": 16},
+        {"scalar_gate": True, "bounded": False, "T": 16},
     ),
     ids=str,
 )
@@ -49,8 +54,7 @@ UNSUITED = {
     "odd key dimension": {"K": 40},
     "odd value dimension": {"V": 40},
     "pool not aligned to 16 bytes": {"aligned": False},
-    "unbounded gate": {"bounded": False},
-    "scalar gate": {"scalar_gate": True},
+    "long window of unbounded gates of large heads": {"bounded": False, "T": 9, "K": 192},
 }
 
 

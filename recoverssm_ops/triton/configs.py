@@ -10,15 +10,15 @@ import triton
 
 # No more programs than this: less than one for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 96
-# Four and six for each: where all programs run at once, nothing comes after them.
-FOUR_EACH, ONE_WAVE = 528, 792
+# One, four and six for each: where all programs run at once, nothing comes after them.
+ONE_EACH, FOUR_EACH, ONE_WAVE = 132, 528, 792
 # Triton 3.8 keeps more of a loop's operands in registers: one warp of tf32 pieces would spill.
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
-def limits() -> tuple[int, int, int]:
+def limits() -> tuple[int, ...]:
     """Numbers of programs at which choices change. Tests move them, so that a small problem is launched like a large one."""
-    return FEW_PROGRAMS, FOUR_EACH, ONE_WAVE
+    return FEW_PROGRAMS, ONE_EACH, FOUR_EACH, ONE_WAVE
 
 
 def verify_config(programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
@@ -45,36 +45,47 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
 
 
 def verify_async_config(
-    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype
+    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype, halved: bool = False
 ) -> dict[str, int]:
-    """The same for the kernel of ``verify_async.py``.
+    """The same for the kernel of ``verify_async.py``. ``halved``: couplings of ``halved_couplings``, with long windows.
 
     How many of its programs run at once decides, so registers and shared memory are rationed: on a multiprocessor of Hopper
     eight programs of two warps for a bf16 pool, four for a float32 one. Where all of a bf16 pool's run at once anyway, each
     has more registers and asks for more of the state first. Float32 tiles of 32 columns let six programs in, for where
-    those are all, and leave no column of a head of 96 to multiply by zeros.
+    those are all, and leave no column of a head of 96 to multiply by zeros. Where there are so few programs that each could
+    have a multiprocessor even if it took less than a head, it does (``SHARE``).
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     pieces = pieces_of(state_dtype)
     if window > 8 or BK > 128:
-        return _large_verify_async_config(programs, window, BK, key_dim, value_dim, pieces)
+        return _large_verify_async_config(programs, window, BK, key_dim, value_dim, pieces, halved)
     few = programs <= FEW_PROGRAMS and value_dim % 64 == 0
-    warps, columns, buffers, ahead, registers = 2, BK, 2, 1, 168
+    warps, share, columns, buffers, ahead, registers = 2, value_dim, BK, 2, 1, 168
     if few:
-        warps, registers = 4, 128 if pieces else 255
+        share = _share(programs, value_dim, (32, 64) if pieces else (64,))
+        warps, registers = min(4, share // 16), 128 if pieces else 255
     elif pieces:
         buffers, ahead, registers = (3, 2, 168) if programs <= ONE_WAVE else (2, 1, 128)
     elif state_dtype.itemsize == 4:
-        columns, buffers, ahead = (32, 6, 3) if FOUR_EACH < programs <= ONE_WAVE or key_dim < BK else (BK, 2, 2)
-    buffers = min(buffers, value_dim // (16 * warps) * -(-key_dim // columns))
+        if FOUR_EACH < programs <= ONE_WAVE or key_dim < BK:
+            columns, buffers, ahead = 32, 6, 3
+        else:
+            columns, buffers, ahead, registers = (64, 3, 2, 208) if 2 * programs <= ONE_WAVE else (BK, 2, 2, 208)
+    buffers = min(buffers, share // (16 * warps) * -(-key_dim // columns))
     return {
-        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "PART": min(BK, 64 if few else 128 if pieces else 32),
-        "HOLD": not few, "BUFFERS": buffers, "AHEAD": min(ahead, buffers), "num_warps": warps, "maxnreg": registers,
+        "BK": BK, "PIECES": pieces, "ACCUMULATORS": 3 if few or not pieces else 2, "SHARE": share,
+        "ROWS": 16, "COLUMNS": columns, "PART": min(BK, 64 if few else 128 if pieces else 32), "HOLD": not few,
+        "BUFFERS": buffers, "AHEAD": min(ahead, buffers), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 
 
+def _share(programs: int, value_dim: int, shares: tuple[int, ...]) -> int:
+    """The first of ``shares`` of a head's values for which there is a multiprocessor each, or all of them."""
+    return next((share for share in shares if programs * (value_dim // share) <= ONE_EACH), value_dim)
+
+
 def _large_verify_async_config(
-    programs: int, window: int, BK: int, key_dim: int, value_dim: int, pieces: int
+    programs: int, window: int, BK: int, key_dim: int, value_dim: int, pieces: int, halved: bool
 ) -> dict[str, int]:
     """For more than 8 tokens or more than 128 key dimensions: tiles of part of a row, operands in shared memory.
 
@@ -82,17 +93,22 @@ def _large_verify_async_config(
     """
     few, long, wide = programs <= FEW_PROGRAMS, window > 8, BK > 128
     both = long and wide and not pieces
-    most = 8 if both else 4 if few or wide else 2
+    # Halved couplings hold every token of a column in registers, several times.
+    halved = halved and long
+    most = 8 if both else 4 if few or wide or (halved and not pieces) else 2
     warps = next(w for w in (8, 4, 2) if w <= most and value_dim % (16 * w) == 0)
     columns = 32 if both else 64
-    tiles = value_dim // (16 * warps) * -(-key_dim // columns)
+    share = _share(programs, value_dim, (16 * warps,)) if few else value_dim
+    tiles = share // (16 * warps) * -(-key_dim // columns)
     if pieces:
         buffers, registers = 4 if not long else 3 if few or not wide else 2, 255 if few else 168 if long else 128
     else:
         buffers, registers = (1, 128) if both else (2 if long else 3, 255)
+    registers = 255 if halved else registers
     ahead = 1 if long else 4 if few and pieces else 2
     return {
-        "BK": BK, "PIECES": pieces, "ROWS": 16, "COLUMNS": columns, "PART": 64 if pieces else 32, "HOLD": False,
+        "BK": BK, "PIECES": pieces, "ACCUMULATORS": 2 if long or (pieces and not few) else 3, "SHARE": share,
+        "ROWS": 16, "COLUMNS": columns, "PART": 64 if pieces else 32, "HOLD": False,
         "BUFFERS": min(tiles, buffers), "AHEAD": min(tiles, ahead), "num_warps": warps, "maxnreg": registers,
     }  # fmt: skip
 

@@ -117,15 +117,16 @@ def _verify_launch(
     options = {
         "H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "T": window, "SCALE": scale, "LOWER_BOUND": lower_bound,
         "BLOCK_V": triton.next_power_of_2(value_dim), "SHIFT": shift(lower_bound, window) if factored else 0,
+        "SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_GATE": use_gate_in_kernel, "USE_L2NORM": use_qk_l2norm_in_kernel,
         "USE_SIGMOID": use_beta_sigmoid_in_kernel, "NEG_EIGVAL": allow_neg_eigval,
     }  # fmt: skip
-    if factored and _fits_gluon(window, (q, k, v, g, beta), state):
-        options |= verify_async_config(programs, window, key_dim, value_dim, state.dtype)
+    halved = not (factored or scalar_gate)
+    if _fits_gluon(window, (q, k, v, g, beta), state) and not (halved and window > 8 and key_dim > 128):
+        options |= verify_async_config(programs, window, key_dim, value_dim, state.dtype, halved)
+        programs *= value_dim // options["SHARE"]
+        options["BLOCK_V"] = triton.next_power_of_2(options["SHARE"])
         return Launch(verify_async_kernel, (programs,), tensors, (*numbers, *state.stride()[:2]), options)
-    options |= {"SCALAR_GATE": scalar_gate, "FACTORED": factored, "USE_GATE": use_gate_in_kernel}
-    options |= {"USE_L2NORM": use_qk_l2norm_in_kernel} | verify_config(
-        programs, window, key_dim, value_dim, state.dtype
-    )
+    options |= verify_config(programs, window, key_dim, value_dim, state.dtype)
     return Launch(verify_kernel, (programs,), tensors, (*numbers, *state.stride()[:3]), options)
 
 

@@ -50,15 +50,18 @@ def columns_of(shared, start: gl.constexpr, count: gl.constexpr, right: gl.const
 
 
 @gluon.jit
-def inner_products(a, b, PART: gl.constexpr, acc: gl.constexpr):
-    """``a b^T`` of matrices in shared memory, ``PART`` columns at a time, or a warp's registers would not hold the operands."""
+def inner_products(a, b, PART: gl.constexpr, acc: gl.constexpr, ACCUMULATORS: gl.constexpr):
+    """``a b^T`` of matrices in shared memory, ``PART`` columns at a time, or a warp's registers would not hold the operands.
+
+    A product waits for the one before it in its accumulator: of operands in two pieces there are two of these, or three.
+    """
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 32 // a[0].dtype.primitive_bitwidth)
     right: gl.constexpr = gl.DotOperandLayout(1, acc, 32 // a[0].dtype.primitive_bitwidth)
     N: gl.constexpr = a[0].shape[0]
     M: gl.constexpr = b[0].shape[0]
     COLUMNS: gl.constexpr = a[0].shape[1]
     large = gl.zeros([N, M], gl.float32, acc)
-    small = large
+    small, cross = large, large
     for part in gl.static_range(COLUMNS // PART):
         x, y = (), ()
         for i in gl.static_range(len(a)):
@@ -67,7 +70,11 @@ def inner_products(a, b, PART: gl.constexpr, acc: gl.constexpr):
             y = y + (columns_of(b[i], part * PART, PART, right),)
         if len(b) > 1:
             small = mma_v2(x[0], y[1], small, "tf32")
-        if len(a) > 1:
+        if len(a) > 1 and ACCUMULATORS > 2:
+            cross = mma_v2(x[1], y[0], cross, "tf32")
+        elif len(a) > 1:
             small = mma_v2(x[1], y[0], small, "tf32")
         large = mma_v2(x[0], y[0], large, "tf32")
+    if len(a) > 1 and ACCUMULATORS > 2:
+        small += cross
     return large + small

@@ -8,8 +8,9 @@ on, into buffers that the chain's own operands lend as soon as they are in regis
 - one layout for products, in which N, D N and the corrections are operands where they stand;
 - keys and queries as rows of one operand, their squared lengths on its product's diagonal.
 
-For a gate whose bound proves the factored couplings finite, and states whose rows are contiguous. The matrix unit's accumulator
-has 8 columns, one for each token: longer windows have two of them, and products of tokens that the warps share out.
+For states whose rows are contiguous, and any gate: ``channel_gate.py`` and ``scalar_gate.py`` have the couplings. The matrix
+unit's accumulator has 8 columns, one for each token: longer windows have two of them, and products of tokens that the warps
+share out.
 """
 
 from triton.experimental import gluon
@@ -17,10 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from recoverssm_ops.triton import gates, products
+from recoverssm_ops.triton.channel_gate import factored_couplings, halved_couplings
 from recoverssm_ops.triton.elimination import above_and_below, eliminate, eliminate_16, in_every_warp, left_and_right
+from recoverssm_ops.triton.scalar_gate import decays
 from recoverssm_ops.triton.tiles import columns_of, copy_tile, inner_products, rows_of, shared_pieces, store
 
-exp, reciprocal, log_decay = gluon.jit(gates.exp.fn), gluon.jit(gates.reciprocal.fn), gluon.jit(gates.log_decay.fn)
+log_decay, gate_parameters = gluon.jit(gates.log_decay.fn), gluon.jit(gates.gate_parameters.fn)
 inverse_norm, step_size, row_span = (gluon.jit(f.fn) for f in (gates.inverse_norm, gates.step_size, gates.row_span))
 cut = gluon.jit(products.cut.fn)
 
@@ -33,8 +36,11 @@ def pieces_needed(k_dtype, q_dtype, PIECE):
 
 
 @gluon.jit
-def multiply(a, b):
-    return a * b
+def scale_of(squares, USE_L2NORM: gl.constexpr):
+    if USE_L2NORM:
+        return inverse_norm(squares)
+    else:
+        return gl.full_like(squares, 1.0)
 
 
 @gluon.jit
@@ -87,15 +93,16 @@ def corrections_times(a, N, acc: gl.constexpr, left: gl.constexpr, right: gl.con
 
 @gluon.jit
 def zero_tokens(
-    o, u, first, stop, step, head, HV: gl.constexpr, V: gl.constexpr, layout: gl.constexpr, BLOCK_V: gl.constexpr
-):
-    """Store zeros for tokens ``first``, ``first + step``, ... in blocks of 8, up to ``stop``."""
+    o, u, first, stop, step, head, HV: gl.constexpr, V: gl.constexpr, SHARE: gl.constexpr, layout: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+):  # fmt: skip
+    """Store ``SHARE`` zeros for tokens ``first``, ``first + step``, ... in blocks of 8, up to ``stop``."""
     t = gl.arange(0, 8, gl.SliceLayout(1, layout))
     vv = gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
     zeros = gl.zeros([8, BLOCK_V], gl.float32, layout)
     while first < stop:
         offset = ((first + t) * HV + head)[:, None] * V + vv[None, :]
-        mask = (first + t < stop)[:, None] & (vv < V)[None, :]
+        mask = (first + t < stop)[:, None] & (vv < SHARE)[None, :]
         gl.store(u + offset, zeros, mask=mask)
         gl.store(o + offset, zeros.to(o.dtype.element_ty), mask=mask)
         first += step
@@ -108,22 +115,27 @@ def verify_async_kernel(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     g_row, g_token, g_head, beta_row, beta_token, beta_head, state_slot, state_head,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, T: gl.constexpr, BLOCK_V: gl.constexpr,
-    SCALE: gl.constexpr, LOWER_BOUND: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, SHIFT: gl.constexpr,
-    PIECES: gl.constexpr, BK: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr,
-    BUFFERS: gl.constexpr, AHEAD: gl.constexpr, HOLD: gl.constexpr,
+    SCALE: gl.constexpr, LOWER_BOUND: gl.constexpr, SCALAR_GATE: gl.constexpr, FACTORED: gl.constexpr,
+    USE_GATE: gl.constexpr, USE_L2NORM: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, SHIFT: gl.constexpr,
+    PIECES: gl.constexpr, ACCUMULATORS: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, PART: gl.constexpr, BUFFERS: gl.constexpr, AHEAD: gl.constexpr, HOLD: gl.constexpr,
 ):  # fmt: skip
-    """A tile is ``ROWS`` rows of state a warp and ``COLUMNS`` columns, the step of the walk through shared memory's buffers.
+    """A program takes ``SHARE`` values of a head. A tile is ``ROWS`` rows of state a warp and ``COLUMNS`` columns.
 
-    ``AHEAD`` of the buffers are filled while the couplings are computed. ``PART`` of the columns are multiplied at a time;
-    ``HOLD``: the other operand stays in registers meanwhile.
+    The tiles are walked through shared memory's buffers; ``AHEAD`` of these are filled while the couplings are computed.
+    ``PART`` of the columns are multiplied at a time; ``HOLD``: the other operand stays in registers meanwhile. Products of
+    operands in two pieces have two ``ACCUMULATORS`` or three: one waits for the one before it in its own.
     """
     W: gl.constexpr = gl.num_warps()
     TP: gl.constexpr = 8 if T <= 8 else 16
     EXACT: gl.constexpr = PIECES == 0
     BV: gl.constexpr = ROWS * W
     ACROSS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    TILES: gl.constexpr = V // BV * ACROSS
-    gl.static_assert(V % BV == 0 and COLUMNS % PART == 0, "no row and no column may be left over")
+    SHARES: gl.constexpr = V // SHARE
+    TILES: gl.constexpr = SHARE // BV * ACROSS
+    gl.static_assert(
+        V % SHARE == 0 and SHARE % BV == 0 and COLUMNS % PART == 0, "no row and no column may be left over"
+    )
     gl.static_assert(
         AHEAD <= BUFFERS and BUFFERS <= TILES, "no copy may go past the state, or into a buffer that is not read"
     )
@@ -146,22 +158,27 @@ def verify_async_kernel(
     shared_state: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, 8, [1, 0])
 
     pid = gl.program_id(0)
-    row, head = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
+    row, head = (pid // (HV * SHARES)).to(gl.int64), (pid // SHARES % HV).to(gl.int64)
+    begin = pid % SHARES * SHARE
+    o += begin
+    u += begin
     kv_head = head // (HV // H)
     where, start, length = row_span(cu_seqlens, row, num_tokens, T)
     token = where * T + start
     if cu_seqlens is not None:
         # Tokens of no row: before the first, after the last (shared out among the rows), past a window of T.
         end = gl.load(cu_seqlens + batch).to(gl.int64)
-        zero_tokens(o, u, gl.maximum(end, 0) + row * 8, num_tokens, batch * 8, head, HV, V, value_layout, BLOCK_V)
+        zero_tokens(
+            o, u, gl.maximum(end, 0) + row * 8, num_tokens, batch * 8, head, HV, V, SHARE, value_layout, BLOCK_V
+        )
         next_start = gl.minimum(gl.load(cu_seqlens + row + 1).to(gl.int64), num_tokens)
-        zero_tokens(o, u, start + length, next_start, 8, head, HV, V, value_layout, BLOCK_V)
+        zero_tokens(o, u, start + length, next_start, 8, head, HV, V, SHARE, value_layout, BLOCK_V)
         if row == 0:
-            zero_tokens(o, u, row, gl.minimum(start, num_tokens), 8, head, HV, V, value_layout, BLOCK_V)
+            zero_tokens(o, u, row, gl.minimum(start, num_tokens), 8, head, HV, V, SHARE, value_layout, BLOCK_V)
 
     k += where * k_row + start * k_token + kv_head * k_head
     q += where * q_row + start * q_token + kv_head * q_head
-    v += where * v_row + start * v_token + head * v_head
+    v += where * v_row + start * v_token + head * v_head + begin
     g += where * g_row + start * g_token + head * g_head
     beta += where * beta_row + start * beta_token + head * beta_head
     if slots is None:
@@ -177,31 +194,30 @@ def verify_async_kernel(
     mask = (t < length)[:, None] & (kk < K)[None, :]
     keys = gl.load(k + t[:, None] * k_token + kk[None, :], mask=mask, other=0.0)
     queries = gl.load(q + t[:, None] * q_token + kk[None, :], mask=mask, other=0.0)
-    raw = gl.load(g + t[:, None] * g_token + kk[None, :], mask=mask, other=0.0)
     # Rows of products: keys, then queries. Columns: keys.
     r = gl.arange(0, 2 * TP, gl.SliceLayout(1, everywhere))
     i = gl.arange(0, TP, gl.SliceLayout(0, everywhere))
+    if SCALAR_GATE:
+        raw = gl.load(g + i * g_token, mask=i < length, other=0.0)
+    else:
+        raw = gl.load(g + t[:, None] * g_token + kk[None, :], mask=mask, other=0.0)
     c = gl.arange(0, TP, gl.SliceLayout(0, acc))
     row_beta = gl.load(beta + r * beta_token, mask=r < length, other=0.0)
     beta = gl.load(beta + c * beta_token, mask=c < length, other=0.0)
     tv = gl.arange(0, TP, gl.SliceLayout(1, value_layout))
     vv = gl.arange(0, BLOCK_V, gl.SliceLayout(0, value_layout))
     values = gl.load(
-        v + tv[:, None] * v_token + vv[None, :], mask=(tv < length)[:, None] & (vv < V)[None, :], other=0.0
+        v + tv[:, None] * v_token + vv[None, :], mask=(tv < length)[:, None] & (vv < SHARE)[None, :], other=0.0
     )
-    rate = 1.0 if A_log is None else exp(gl.load(A_log + head).to(gl.float32), True)
-    if dt_bias is None:
-        bias = 0.0
-    else:
-        bias = gl.load(dt_bias + head * K + kk, mask=kk < K, other=0.0).to(gl.float32)[None, :]
+    rate, bias = gate_parameters(A_log, dt_bias, head, kk, K, SCALAR_GATE)
 
     if padding:
-        zero_tokens(o, u, token, token + length, 8, head, HV, V, value_layout, BLOCK_V)
+        zero_tokens(o, u, token, token + length, 8, head, HV, V, SHARE, value_layout, BLOCK_V)
         return
 
     rows = gl.arange(0, BV, gl.SliceLayout(1, copy_layout))
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, copy_layout))
-    source = state + slot * state_slot + head * state_head + rows[:, None] * K + columns[None, :]
+    source = state + slot * state_slot + head * state_head + (begin + rows)[:, None] * K + columns[None, :]
     tiles = ()
     for tile in gl.static_range(AHEAD):
         buffer = gl.allocate_shared_memory(POOL, [BV, COLUMNS], shared_state)
@@ -215,44 +231,39 @@ def verify_async_kernel(
     inputs = shared_pieces(INPUT_PIECES, PIECE, 2 * TP, BK)
     store(key_pieces, inputs, 0)
     store(query_pieces, inputs, TP)
-    squares = inner_products(inputs, rows_of(inputs, 0, TP), SPAN, tokens)
-    query_squares = inner_products(inputs, rows_of(inputs, TP, TP), SPAN, tokens)
-    squares, query_squares = gl.convert_layout(squares, everywhere), gl.convert_layout(query_squares, everywhere)
-    squares = gl.where(r[:, None] == i[None, :], squares, 0.0)
-    query_squares = gl.where(r[:, None] == i[None, :] + TP, query_squares, 0.0)
-    key_scale = inverse_norm(gl.sum(squares, 0))
-    query_scale = inverse_norm(gl.sum(query_squares, 0)) * SCALE
-    row_scale = inverse_norm(gl.sum(squares + query_squares, 1))
+    products = inner_products(inputs, rows_of(inputs, 0, TP), SPAN, tokens, ACCUMULATORS)
+    query_products = inner_products(inputs, rows_of(inputs, TP, TP), SPAN, tokens, ACCUMULATORS)
+    products, query_products = gl.convert_layout(products, everywhere), gl.convert_layout(query_products, everywhere)
+    squares = gl.where(r[:, None] == i[None, :], products, 0.0)
+    query_squares = gl.where(r[:, None] == i[None, :] + TP, query_products, 0.0)
+    key_scale = scale_of(gl.sum(squares, 0), USE_L2NORM)
+    query_scale = scale_of(gl.sum(query_squares, 0), USE_L2NORM) * SCALE
+    row_scale = scale_of(gl.sum(squares + query_squares, 1), USE_L2NORM)
 
-    # Tokens past the row's end do not decay, or -G would leave the proven range.
-    keys, queries = keys.to(gl.float32), queries.to(gl.float32)
-    gate = gl.where((t < length)[:, None], log_decay(raw, rate, bias, LOWER_BOUND, True, EXACT), 0.0)
-    shrinking = gl.associative_scan(exp(gate, EXACT), 0, multiply)
-    if SHIFT:
-        shrinking *= 2.0**SHIFT
-    decayed = shared_pieces(2, PIECE, 2 * TP, BK)
-    store(cut(keys * shrinking, PIECES), decayed, 0)
-    store(cut(queries * shrinking, PIECES), decayed, TP)
-    earlier_pieces = cut(keys * reciprocal(shrinking, EXACT), PIECES)
-    if EXACT and TP * BK > 2048:
-        # Both pieces in turn, or a program would not fit the 99 KiB of the smaller GPUs.
-        earlier = shared_pieces(1, PIECE, TP, BK)
-        store((earlier_pieces[0],), earlier, 0)
-        couplings = inner_products(decayed, earlier, SPAN, tokens)
-        store((earlier_pieces[1],), earlier, 0)
-        couplings += inner_products((decayed[0],), earlier, SPAN, tokens)
+    if SCALAR_GATE:
+        gate = gl.where(i < length, log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, True), 0.0)
+        couplings, operands = products, inputs
     else:
-        earlier = shared_pieces(2, PIECE, TP, BK)
-        store(earlier_pieces, earlier, 0)
-        couplings = inner_products(decayed, earlier, SPAN, tokens)
-    couplings = gl.convert_layout(couplings, everywhere)
+        # Tokens past the row's end do not decay, or -G would leave the proven range.
+        gate = gl.where((t < length)[:, None], log_decay(raw, rate, bias[None, :], LOWER_BOUND, USE_GATE, EXACT), 0.0)
+        keys, queries = keys.to(gl.float32), queries.to(gl.float32)
+        if FACTORED:
+            couplings, operands = factored_couplings(
+                keys, queries, gate, SHIFT, PIECES, PIECE, SPAN, tokens, ACCUMULATORS
+            )
+            couplings = gl.convert_layout(couplings, everywhere)
+        else:
+            couplings, operands = halved_couplings(
+                keys, queries, gate, products, r, i, PIECES, PIECE, SPAN, tokens, everywhere
+            )
+    # Float32 pieces but the first one stay in shared memory, or registers would not do.
+    HELD: gl.constexpr = 1 if EXACT else len(operands)
     held = ()
     for part in gl.static_range(ACROSS * COLUMNS // PART):
-        high = columns_of(decayed[0], part * PART, PART, right)
-        if EXACT or not HOLD:
-            held = held + (high,)
-        else:
-            held = held + ((high, columns_of(decayed[1], part * PART, PART, right)),)
+        pieces = ()
+        for piece in gl.static_range(HELD):
+            pieces = pieces + (columns_of(operands[piece], part * PART, PART, right),)
+        held = held + (pieces,)
 
     # The operands' memory is free now, and lent to the next tiles.
     for tile in gl.static_range(AHEAD, BUFFERS):
@@ -268,6 +279,15 @@ def verify_async_kernel(
     C, D = above_and_below(couplings)
     row_of, _ = above_and_below(r[:, None] + 0 * i[None, :])
     column_of, _ = above_and_below(0 * r[:, None] + i[None, :])
+    if SCALAR_GATE:
+        gate, _ = above_and_below(0.0 * r[:, None] + gate[None, :])
+        between, until = decays(gate, row_of, column_of, T)
+        C *= gl.convert_layout(between, C.type.layout)
+        D *= gl.convert_layout(between, C.type.layout)
+        until = gl.sum(gl.where(row_of == TP - 1, gl.convert_layout(until, C.type.layout), 0.0), 0)
+        until = gl.convert_layout(until, gl.SliceLayout(0, everywhere))
+        key_scale *= until
+        query_scale *= until
     if TP == 8:
         N, DN = eliminate(C, D, row_of, column_of, T)
     else:
@@ -281,29 +301,31 @@ def verify_async_kernel(
     out = (token * HV + head) * V + (c * (HV * V))[None, :] + out_rows[:, None]
     wanted = (c < length)[None, :]
     large = gl.zeros([BV, 2 * TP], gl.float32, acc)
-    small = large
+    small, cross = large, large
     for tile in gl.static_range(TILES):
         async_copy.wait_group(min(TILES, tile + BUFFERS) - 1 - tile)
         for part in gl.static_range(COLUMNS // PART):
             S = cut(tiles[tile % BUFFERS].slice(part * PART, PART, 1).load(left), PIECES, False)
-            if HOLD and not EXACT:
-                high, low = held[tile % ACROSS * (COLUMNS // PART) + part]
-            else:
-                if HOLD:
-                    high = held[tile % ACROSS * (COLUMNS // PART) + part]
-                else:
-                    high = columns_of(decayed[0], tile % ACROSS * COLUMNS + part * PART, PART, right)
-                low = columns_of(decayed[1], tile % ACROSS * COLUMNS + part * PART, PART, right)
-            if len(S) > 1:
-                small = mma_v2(S[1], high, small, "tf32")
-            small = mma_v2(S[0], low, small, "tf32")
-            large = mma_v2(S[0], high, large, "tf32")
+            pieces = held[tile % ACROSS * (COLUMNS // PART) + part] if HOLD else ()
+            for piece in gl.static_range(len(pieces), len(operands)):
+                pieces = pieces + (columns_of(operands[piece], tile % ACROSS * COLUMNS + part * PART, PART, right),)
+            if len(S) > 1 and ACCUMULATORS > 2:
+                cross = mma_v2(S[1], pieces[0], cross, "tf32")
+            elif len(S) > 1:
+                small = mma_v2(S[1], pieces[0], small, "tf32")
+            if len(pieces) > 1:
+                small = mma_v2(S[0], pieces[1], small, "tf32")
+            large = mma_v2(S[0], pieces[0], large, "tf32")
         if tile + BUFFERS < TILES:
             begin_copy(tiles[tile % BUFFERS], source, tile + BUFFERS, columns, ACROSS, K)
         if tile % ACROSS == ACROSS - 1:
-            P, R = left_and_right(large + small)
+            if EXACT and ACCUMULATORS > 2:
+                small += cross
+            if EXACT or len(operands) > 1:
+                large += small
+            P, R = left_and_right(large)
             large = gl.zeros([BV, 2 * TP], gl.float32, acc)
-            small = large
+            small, cross = large, large
             P, R = gl.convert_layout(P, acc), gl.convert_layout(R, acc)
             tile_values = shared_values.slice(tile // ACROSS * BV, BV, 1).permute((1, 0)).load(acc).to(gl.float32)
             target = beta[None, :] * (tile_values - P * key_scale[None, :])

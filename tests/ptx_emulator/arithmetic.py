@@ -222,15 +222,16 @@ def _table() -> dict[str, Elementwise]:
     add("neg.f32", lambda x: (x.view(np.uint32) ^ np.uint32(1 << 31)).view(np.float32), "f32", "f32")
     add("abs.f32", np.abs, "f32", "f32")
     for name, pick, drop in (("min", np.minimum, np.fmin), ("max", np.maximum, np.fmax)):
-        add(f"{name}.NaN.f32", _extremum(pick, name == "min"), "f32", "f32", "f32")
-        add(f"{name}.f32", _extremum(drop, name == "min"), "f32", "f32", "f32")
+        for kind in ("f32", "f16", "bf16", "f16x2", "bf16x2"):
+            add(f"{name}.NaN.{kind}", _extremum(pick, name == "min"), kind, kind, kind)
+            add(f"{name}.{kind}", _extremum(drop, name == "min"), kind, kind, kind)
     add("ex2.approx.ftz.f32", _approximate(np.exp2), "f32", "f32")
     add("lg2.approx.ftz.f32", _approximate(np.log2), "f32", "f32")
     add("rsqrt.approx.ftz.f32", _approximate(lambda x: 1 / np.sqrt(x)), "f32", "f32")
     add("rcp.approx.ftz.f32", _approximate(lambda x: 1 / x), "f32", "f32")
     for form in ("div.full.f32", "div.rn.f32"):
         add(form, lambda a, b: (a.astype(np.float64) / b).astype(np.float32), "f32", "f32", "f32")
-    for kind in ("f32", "f16", "bf16"):
+    for kind in ("f32", "f16", "bf16", "f16x2", "bf16x2"):
         for name, function in FLOAT_COMPARISONS.items():
             add(f"setp.{name}.{kind}", function, kind, kind, "pred")
 

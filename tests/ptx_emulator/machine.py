@@ -115,9 +115,17 @@ class Machine:
             raise PTXError(f"{len(operation.sources) + 1} operands were expected")
         if any(x.startswith("{") for x in operands):
             return transfers.packed_move(self.program, operation.target, *operands)
-        write = target(self.program, operands[0], operation.target)
         reads = [source(self.program, x, kind) for x, kind in zip(operands[1:], operation.sources, strict=True)]
         function = operation.function
+        if "|" in operands[0]:  # the predicates of two halves
+            writes = [target(self.program, x, operation.target) for x in operands[0].split("|")]
+
+            def write_both(block: Block, mask: np.ndarray | None) -> None:
+                for write, half in zip(writes, function(*[read(block) for read in reads]).T, strict=True):
+                    write(block, half, mask)
+
+            return write_both
+        write = target(self.program, operands[0], operation.target)
         return lambda block, mask: write(block, function(*[read(block) for read in reads]), mask)
 
     def _run_block(self, block: Block) -> None:

@@ -1,7 +1,7 @@
 """PTX's fundamental types as numpy's, and operands as functions that read or write a block's registers.
 
 A register holds raw bits, an array over the block's threads. Instructions give them a type: ``f32`` is a view, ``bf16`` is
-decoded to float32 and rounded to nearest even, ``f32x2`` are two numbers for each thread.
+decoded to float32 and rounded to nearest even, ``f32x2``, ``f16x2`` and ``bf16x2`` are two numbers for each thread.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ TYPES = {
     **{f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)},
     **{f"f{bits}": np.dtype(f"f{bits // 8}") for bits in (16, 32, 64)},
     "bf16": np.dtype(np.uint16),
+    "f16x2": np.dtype(np.uint32),
+    "bf16x2": np.dtype(np.uint32),
     "f32x2": np.dtype(np.uint64),
 }
 # What nobody wrote, in the threads that did not write a register that others wrote: NaN in every type.
@@ -48,6 +50,14 @@ def bf16_from_float(x: np.ndarray) -> np.ndarray:
 # Types that numpy lacks: from raw bits to values, and back.
 CODED: dict[str, tuple[Callable, Callable]] = {
     "bf16": (bf16_to_float, bf16_from_float),
+    "f16x2": (
+        lambda raw: raw.view(np.float16).reshape(-1, 2),
+        lambda x: np.ascontiguousarray(x, np.float16).view(np.uint32)[:, 0],
+    ),
+    "bf16x2": (
+        lambda raw: bf16_to_float(raw.view(np.uint16)).reshape(-1, 2),
+        lambda x: bf16_from_float(np.ascontiguousarray(x, np.float32)).view(np.uint32)[:, 0],
+    ),
     "f32x2": (lambda raw: raw.view(np.float32).reshape(-1, 2), lambda x: np.ascontiguousarray(x).view(np.uint64)[:, 0]),
 }
 
