@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from recoverssm_ops.gates import L2NORM_EPS
+from recoverssm_ops.triton.products import rounded_product
 
 _EPS = tl.constexpr(L2NORM_EPS)
 _LOG2E = tl.constexpr(1.44269502162933349609375)  # as a float32
@@ -101,12 +102,8 @@ def inverse_norm(squares):
 
 @triton.jit
 def unit_scale(x, axis: tl.constexpr, USE_L2NORM: tl.constexpr):
-    """``1 / |x|`` along ``axis``, or ones: the factor that normalises keys and queries.
-
-    Every square is rounded. The compiler may fuse ``x * x`` with the first addition between threads, which each of the two then
-    rounds otherwise; and Triton 3.8 lets all of them write the sum that other warps read.
-    """
-    squares = tl.sum(tl.fma(x, x, 0.0), axis)
+    """``1 / |x|`` along ``axis``, or ones: the factor that normalises keys and queries."""
+    squares = tl.sum(rounded_product(x, x), axis)
     if not USE_L2NORM:
         return squares * 0.0 + 1.0
     return inverse_norm(squares)

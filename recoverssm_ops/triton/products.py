@@ -44,6 +44,16 @@ def cut(x, PIECES: tl.constexpr, ROUND: tl.constexpr = True):
 
 
 @triton.jit
+def rounded_product(x, y):
+    """``x y``, element by element, rounded before anything is added.
+
+    The compiler may fuse a product with the first addition between threads. Each of the two then rounds otherwise, and where a
+    layout repeats data, both may write the sum that other warps read.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def transposed(pieces):
     if len(pieces) == 1:
         return (tl.trans(pieces[0]),)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from recoverssm_ops.triton.gates import exp, gate_parameters, log_decay, reciprocal, row_span, step_size, unit_scale
-from recoverssm_ops.triton.products import cut, product, thin_product, transposed
+from recoverssm_ops.triton.products import cut, product, rounded_product, thin_product, transposed
 
 
 @triton.jit
@@ -35,8 +35,8 @@ def couplings_by_token(
         i = T - 1 - back
         mask = (kk < K) & (i < length)
         key = tl.load(k + i * k_token + kk, mask=mask, other=0.0).to(tl.float32)
-        C = tl.where(column[None, :] == i, tl.sum(keys * key[None, :], 1)[:, None], C)
-        D = tl.where(column[None, :] == i, tl.sum(queries * key[None, :], 1)[:, None], D)
+        C = tl.where(column[None, :] == i, tl.sum(rounded_product(keys, key[None, :]), 1)[:, None], C)
+        D = tl.where(column[None, :] == i, tl.sum(rounded_product(queries, key[None, :]), 1)[:, None], D)
         raw = tl.load(g + i * g_token + kk, mask=mask, other=0.0)
         decay = exp(log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, EXACT), EXACT)[None, :]
         keys = tl.where(t[:, None] >= i, keys * decay, keys)
