@@ -39,7 +39,9 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
         rows = 128 // warps
     elif not pieces and KEEPS_OPERANDS:
         warps, rows = 2 * warps, 8
-    stages = 1 if few or large else 2
+    # With one stage ptxas gives up on what Triton 3.8 makes of the largest: 32 registers and 24 KB of spills, not 255 and 3.
+    one_stage = few or (large and not (KEEPS_OPERANDS and state_dtype.itemsize == 4))
+    stages = 1 if one_stage else 2
     BV = min(rows * warps, PART, _most_rows(BK * state_dtype.itemsize, 1 if few else 2))
     return {"TP": TP, "BK": BK, "BV": BV, "PIECES": pieces, "STAGES": stages, "num_warps": min(8, warps)}
 
