@@ -25,7 +25,8 @@ class Case:
     H: int = 1
     HV: int = 1
     batch: int = 2
-    gate: str = "bounded"  # bounded, unbounded, strong (about -200 a token), floor (every gate at -5), none, no decay
+    # bounded, unbounded, strong (about -200 a token), floor (every gate at -5); raw: none, no decay, resets (some -inf), grows
+    gate: str = "bounded"
     scalar_gate: bool = False
     l2norm: bool = True
     beta: str = "sigmoid"  # sigmoid, doubled, two (exactly 2), plain
@@ -69,6 +70,9 @@ CASES = [
     Case("scalar_raw", 8, scalar_gate=True, gate="none"),
     Case("raw_decay", 8, gate="none"),
     Case("strong", 8, gate="strong"),
+    Case("resets", 8, gate="resets"),
+    Case("resets_scalar", 8, gate="resets", scalar_gate=True),
+    Case("grows", 8, gate="grows"),
     Case("strong_16", 16, gate="strong", K=40),
     Case("strong_scalar", 8, gate="strong", scalar_gate=True),
     Case("floor_16", 16, gate="floor"),
@@ -203,9 +207,11 @@ def build(case: Case, device: str, data: torch.dtype, pool: torch.dtype, seed: i
     elif case.gate == "strong":
         A_log = torch.full((case.HV,), 3.0)
         g = 10.0 * g
-    elif case.gate in ("none", "no decay"):
+    elif case.gate in ("none", "no decay", "resets", "grows"):
         use_gate, A_log, dt_bias = False, None, None
-        g = -g.abs() if case.gate == "none" else torch.zeros_like(g)
+        g = 0.3 * g if case.gate == "grows" else torch.zeros_like(g) if case.gate == "no decay" else -g.abs()
+        if case.gate == "resets":
+            g[:, 1::3] = float("-inf")
 
     slot_count = rows + 3
     shape = (slot_count, case.HV, case.V, case.K)

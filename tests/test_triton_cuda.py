@@ -46,6 +46,8 @@ ANY_GATE = (
     Case("raw_packed", 7, K=64, V=64, HV=2, gate="none", lengths=(7, 5, 0, 3), tail=3, padding=(1,)),
     Case("strong_16", 16, K=64, V=64, batch=1, gate="strong"),
     Case("unbounded_12_packed", 12, K=128, V=64, HV=2, gate="unbounded", lengths=(12, 9, 0, 3), tail=3, padding=(1,)),
+    Case("resets_16", 16, K=64, V=64, batch=1, gate="resets"),
+    Case("grows_scalar_12", 12, K=64, V=64, batch=1, gate="grows", scalar_gate=True),
     Case("strong_256", 5, K=256, V=64, batch=1, gate="strong"),
     Case("no_norm_96", 8, K=96, V=64, gate="none", l2norm=False, beta="plain"),
     Case("no_norm_scalar", 8, K=64, V=64, gate="none", scalar_gate=True, l2norm=False),
