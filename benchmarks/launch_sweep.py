@@ -29,7 +29,7 @@ FUNCTIONS = {"verify": ("verify_config", "verify_async_config"), "commit": ("com
 KNOBS = {
     "num_warps": (1, 2, 4, 8), "BV": (16, 32, 64, 128), "STAGES": (1, 2, 3), "num_stages": (1, 2, 3),
     "SHARE": (32, 64, 128), "ROWS": (16, 32), "COLUMNS": (32, 64, 128), "PART": (32, 64, 128),
-    "BUFFERS": (1, 2, 3, 4, 6), "AHEAD": (1, 2, 3), "HOLD": (0, 1), "maxnreg": (128, 168, 200, 255),
+    "BUFFERS": (1, 2, 3, 4, 6), "AHEAD": (1, 2, 3), "HOLD": (0, 1), "ACCUMULATORS": (2, 3), "maxnreg": (128, 168, 208, 255),
 }  # fmt: skip
 # Of commit_rows.py, which has no tiles of the matrix unit.
 KNOBS_OF_ROWS = {"ROWS": (2, 4, 8, 16), "PART": (16, 32, 64, 128), "GROUP": (2, 4, 16)}
@@ -66,7 +66,7 @@ def configured(operation: str, changed: Config) -> Iterator[list[tuple[str, Conf
 
 def fewest_rows(shape: Shape) -> int:
     """No code depends on how many rows there are, only on which of the launch table's limits they exceed."""
-    shared = (configs.ONE_EACH // parts for parts in range(2, 9))
+    shared = (configs.ONE_EACH // parts for parts in range(2, 9))  # a head of up to 256 values, 32 or more for each
     for limit in (configs.ONE_WAVE, configs.FOUR_EACH, configs.ONE_WAVE // 2, configs.FEW_PROGRAMS, *shared):
         if shape.batch * shape.num_value_heads > limit:
             return limit // shape.num_value_heads + 1

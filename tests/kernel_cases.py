@@ -94,6 +94,13 @@ CASES = [
 ]
 
 
+def by_name(*cases: Case) -> dict[str, Case]:
+    names = {case.name: case for case in cases}
+    if len(names) < len(cases):
+        raise ValueError("two cases have one name, so one of them would not run")
+    return names
+
+
 @dataclass
 class Inputs:
     """Arguments of the raw operators for one case, on one device."""

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import kernel_cases
 import kernel_checks as checks
-from kernel_cases import CASES, Case, build, check_verify
+from kernel_cases import CASES, Case, build, by_name, check_verify
 from programs import LIMITS, launch_as
 from ptx_emulator.launches import emulated
 from test_triton_cuda import ANY_GATE, DTYPES, LARGE
@@ -25,7 +25,7 @@ from test_triton_cuda import ANY_GATE, DTYPES, LARGE
 from benchmarks.compilation import only_launch
 
 PLAIN_BETA = Case("bounded_plain_beta", 8, K=64, V=32, beta="plain", index_dtype=torch.int64)
-BY_NAME = {case.name: case for case in (*CASES, *LARGE, *ANY_GATE, PLAIN_BETA)}
+BY_NAME = by_name(*CASES, *LARGE, *ANY_GATE, PLAIN_BETA)
 # Every dtype and every branch of the kernel's constants at least once, as test_the_covering_set_covers checks.
 COVERING = [
     ("window_128", "bf16", "many"),
@@ -49,7 +49,7 @@ COVERING = [
     ("window_1", "bf16", "fewest"),
     ("size_192", "fp32_data_bf16_pool", "fewest"),
     ("size_256_packed", "bf16", "fewest"),
-    ("window_16", "bf16", "fewest"),
+    ("long_16", "bf16", "fewest"),
     ("window_16_repeated_keys", "fp16", "fewest"),
     ("scalar_128", "bf16", "many"),
     ("scalar_128", "fp32", "fewest"),
@@ -63,7 +63,7 @@ COVERING = [
     ("no_norm", "bf16", "many"),
     ("raw_packed", "bf16_data_fp32_pool", "many"),
     ("strong_256", "fp32_data_bf16_pool", "fewest"),
-    ("strong_16", "fp32", "many"),
+    ("strong_long", "fp32", "many"),
     ("unbounded_12_packed", "bf16", "fewest"),
 ]
 

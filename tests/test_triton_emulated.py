@@ -3,6 +3,7 @@
 Small matrices repeat in a layout of many threads, and every warp that holds a copy stores it: the bits must be the same.
 """
 
+import itertools
 import os
 
 import pytest
@@ -13,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 import triton
-from kernel_cases import CASES, Case, build, check_verify
+from kernel_cases import CASES, Case, build, by_name, check_verify
 from programs import LIMITS, launch_as
 from ptx_emulator.launches import emulated
 from test_gluon_emulated import budget_of_a_gpu, is_gluon  # noqa: F401 - a fixture
@@ -21,7 +22,7 @@ from test_triton_cuda import ANY_GATE, DTYPES, LARGE
 
 # From 3.8 on Triton takes Hopper's asynchronous products, which the emulator does not know.
 ARCH = 90 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 80
-BY_NAME = {case.name: case for case in (*CASES, *LARGE, *ANY_GATE) if not is_gluon(case)}
+BY_NAME = by_name(*(case for case in (*CASES, *LARGE, *ANY_GATE) if not is_gluon(case)))
 # Every way to the couplings, with one warp and with up to eight.
 COVERING = [
     ("padding_null_block", "fp32", "fewest"),
@@ -35,6 +36,7 @@ COVERING = [
     ("strong_16", "fp32", "fewest"),
     ("size_1", "fp32", "fewest"),
 ]
+REST = [case for case in itertools.product(BY_NAME, DTYPES, LIMITS) if case not in COVERING]
 
 
 @pytest.mark.parametrize("programs", ("few", "many"))
@@ -66,9 +68,6 @@ def test_verify(name, dtypes, programs, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("programs", LIMITS)
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(("name", "dtypes", "programs"), REST)
 def test_verify_of_everything(name, dtypes, programs, monkeypatch):
-    if (name, dtypes, programs) not in COVERING:
-        verify(name, dtypes, programs, monkeypatch)
+    verify(name, dtypes, programs, monkeypatch)

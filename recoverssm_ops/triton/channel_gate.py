@@ -1,6 +1,7 @@
 """Couplings of tokens where every channel has a gate of its own, in Gluon: decays are parts of the operands.
 
-``(keys exp(G)) (keys exp(-G))^T``, only where the gate's bound proves both finite (``couplings_factored`` of ``verify.py``).
+Where the gate's bound proves both finite, ``(keys exp(G)) (keys exp(-G))^T`` (``couplings_factored`` of ``verify.py``). For any
+other gate, products of halves of the window, whose decays are factored at the token between them.
 """
 
 from triton.experimental import gluon
@@ -104,20 +105,20 @@ def decayed_until(x, decay, BLOCK: gl.constexpr):
 
 @gluon.jit
 def halved_couplings(
-    keys, queries, gate, products, r, i, PIECES: gl.constexpr, PIECE: gl.constexpr, SPAN: gl.constexpr,
+    keys, queries, gate, key_products, r, i, PIECES: gl.constexpr, PIECE: gl.constexpr, SPAN: gl.constexpr,
     tokens: gl.constexpr, everywhere: gl.constexpr,
 ):  # fmt: skip
     """The same for any gate: ``exp(G_t - G_i)`` is ``exp(G_t - G_m) exp(G_m - G_i)``, with m between i and t neither overflows.
 
     Blocks of one token, then of two, ... are joined in pairs: m is the last token of the first block, the rows are the
-    second's, decayed since m, the columns the first's, decayed up to m. ``products`` has what decays over no token. Rows are
-    ``r``, columns ``i``. The left operand returned is decayed since the window began.
+    second's, decayed since m, the columns the first's, decayed up to m. ``key_products`` has what decays over no token. Rows
+    are ``r``, columns ``i``. The left operand returned is decayed since the window began.
     """
     EXACT: gl.constexpr = PIECES == 0
     TP: gl.constexpr = keys.shape[0]
     decay, keys, queries = rows_apart(exp(gate, EXACT)), rows_apart(keys), rows_apart(queries)
     operands = shared_pieces(2, PIECE, 2 * TP, gate.shape[1])
-    couplings = gl.where(r[:, None] == i[None, :] + TP, products, 0.0)
+    couplings = gl.where(r[:, None] == i[None, :] + TP, key_products, 0.0)
     token = r % TP
     for level in gl.static_range(halvings(TP)):
         later_keys, later_queries = decayed_since(keys, decay, 1 << level), decayed_since(queries, decay, 1 << level)
@@ -129,6 +130,7 @@ def halved_couplings(
             query_rows = query_rows + ((later_queries[t] if second else queries[t]),)
         store(cut(rows_together(key_rows), PIECES), operands, 0)
         store(cut(rows_together(query_rows), PIECES), operands, TP)
+        # Three accumulators on bf16, too: here two of them spill more.
         across = inner_products(operands, rows_of(operands, 0, TP), SPAN, tokens, 3 if TP == 8 else 2)
         across = gl.convert_layout(across, everywhere)
         joined = (token >> (level + 1))[:, None] == (i >> (level + 1))[None, :]

@@ -49,13 +49,13 @@ def verify_config(programs: int, window: int, key_dim: int, value_dim: int, stat
 def verify_async_config(
     programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype, halved: bool = False
 ) -> dict[str, int]:
-    """The same for the kernel of ``verify_async.py``. ``halved``: couplings of ``halved_couplings``, with long windows.
+    """The same for the kernel of ``verify_async.py``; ``halved`` where its couplings are those of ``halved_couplings``.
 
     How many of its programs run at once decides, so registers and shared memory are rationed: on a multiprocessor of Hopper
-    eight programs of two warps for a bf16 pool, four for a float32 one. Where all of a bf16 pool's run at once anyway, each
-    has more registers and asks for more of the state first. Float32 tiles of 32 columns let six programs in, for where
-    those are all, and leave no column of a head of 96 to multiply by zeros. Where there are so few programs that each could
-    have a multiprocessor even if it took less than a head, it does (``SHARE``).
+    eight programs of two warps for a bf16 pool, four for a float32 one. Where all of a bf16 pool's run at once anyway, each has
+    more registers and asks for more of the state first. Float32 tiles of 32 columns let six programs in, for where those are
+    all, and leave no column of a head of 96 to multiply by zeros; up to three get tiles of 64. Where there are so few programs
+    that each could have a multiprocessor even if it took less than a head, it does (``SHARE``).
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     pieces = pieces_of(state_dtype)

@@ -231,10 +231,13 @@ def verify_async_kernel(
     inputs = shared_pieces(INPUT_PIECES, PIECE, 2 * TP, BK)
     store(key_pieces, inputs, 0)
     store(query_pieces, inputs, TP)
-    products = inner_products(inputs, rows_of(inputs, 0, TP), SPAN, tokens, ACCUMULATORS)
+    key_products = inner_products(inputs, rows_of(inputs, 0, TP), SPAN, tokens, ACCUMULATORS)
     query_products = inner_products(inputs, rows_of(inputs, TP, TP), SPAN, tokens, ACCUMULATORS)
-    products, query_products = gl.convert_layout(products, everywhere), gl.convert_layout(query_products, everywhere)
-    squares = gl.where(r[:, None] == i[None, :], products, 0.0)
+    key_products, query_products = (
+        gl.convert_layout(key_products, everywhere),
+        gl.convert_layout(query_products, everywhere),
+    )
+    squares = gl.where(r[:, None] == i[None, :], key_products, 0.0)
     query_squares = gl.where(r[:, None] == i[None, :] + TP, query_products, 0.0)
     key_scale = scale_of(gl.sum(squares, 0), USE_L2NORM)
     query_scale = scale_of(gl.sum(query_squares, 0), USE_L2NORM) * SCALE
@@ -242,7 +245,7 @@ def verify_async_kernel(
 
     if SCALAR_GATE:
         gate = gl.where(i < length, log_decay(raw, rate, bias, LOWER_BOUND, USE_GATE, True), 0.0)
-        couplings, operands = products, inputs
+        couplings, operands = key_products, inputs
     else:
         # Tokens past the row's end do not decay, or -G would leave the proven range.
         gate = gl.where((t < length)[:, None], log_decay(raw, rate, bias[None, :], LOWER_BOUND, USE_GATE, EXACT), 0.0)
@@ -254,7 +257,7 @@ def verify_async_kernel(
             couplings = gl.convert_layout(couplings, everywhere)
         else:
             couplings, operands = halved_couplings(
-                keys, queries, gate, products, r, i, PIECES, PIECE, SPAN, tokens, everywhere
+                keys, queries, gate, key_products, r, i, PIECES, PIECE, SPAN, tokens, everywhere
             )
     # Float32 pieces but the first one stay in shared memory, or registers would not do.
     HELD: gl.constexpr = 1 if EXACT else len(operands)
