@@ -186,6 +186,12 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "verify_fp32_D256_T16_bounded": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256}),
         "commit_fp32_T16_K256": (commit, {"pool": "fp32", "T": 16, "K": 256, "V": 64, "data": "fp32"}),
         "commit_columns": (commit, columns),
+        "commit_columns_few": (commit, columns | {"batch": FEW_ROWS}),
+        "commit_columns_unaligned": (commit, columns | {"aligned": False}),
+        "commit_fp32_T16_K256_columns": (
+            commit,
+            columns | {"pool": "fp32", "T": 16, "K": 256, "V": 64, "data": "fp32"},
+        ),
         "commit_fp16_scalar": (commit, {"pool": "fp16", "scalar_gate": True, "data": "fp16"}),
         "commit_bf16_D64_packed": (commit, {"pool": "bf16", "K": 64, "V": 64, "packed": True}),
         "commit_layers_unaligned": (commit_layers, {"pool": "bf16", "layers": 20, "aligned": False}),

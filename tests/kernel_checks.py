@@ -1,5 +1,7 @@
 """What the kernels must do beyond parity, each a function of (device, pool dtype), for the interpreter and the GPU."""
 
+from collections.abc import Callable
+
 import torch
 from budget import assert_within_budget
 from kernel_cases import Case, Inputs, bits, build, check_states, check_verify
@@ -49,6 +51,39 @@ def several_columns(device: str, pool: torch.dtype) -> None:
                 assert torch.equal(bits(x.state[to]), bits(before[x.slot_list[row]]))
             else:
                 assert_within_budget(x.state[to].cpu(), oracle[n], low[n], name=f"row {row} after {n}")
+
+
+def check_columns(make: Callable[[], Inputs], u: torch.Tensor) -> None:
+    """Of a plan of three columns each writes what a plan of it alone would write, wherever the source's own slot comes."""
+    x = make()
+    pad, before = x.case.pad_slot_id, bits(x.state).clone()
+    free = [s for s in range(len(x.state)) if s not in x.slot_list and s > pad]
+    plan = []
+    for row, slot in enumerate(x.slot_list):
+        to = [free.pop() if free else pad, slot, free.pop() if len(free) > 2 else pad]
+        plan.append(to[row % 3 :] + to[: row % 3])
+    dest = torch.tensor(plan, device=u.device)
+    T = x.case.T
+    length = torch.tensor([((0, T, T // 2, T + 3, 1)[(row + m) % 5]) for row in range(len(plan)) for m in range(3)])
+    length = length.view(-1, 3).to(u.device)
+    source = x.source()
+    x.commit(u, source, dest, length)
+    written = set()
+    for m in range(3):
+        alone = make()
+        alone.commit(u, source, dest[:, m : m + 1], length[:, m : m + 1])
+        for row, to in enumerate(dest[:, m].tolist()):
+            if to > pad and x.slot_list[row] > pad:
+                assert torch.equal(bits(x.state[to]), bits(alone.state[to])), f"row {row}, column {m}"
+                written.add(to)
+    assert len(written) > 1
+    for slot in set(range(len(x.state))) - written:
+        assert torch.equal(bits(x.state)[slot], before[slot]), f"slot {slot} is nobody's, yet it changed"
+
+
+def columns_have_the_bits_of_their_own_commits(device: str, pool: torch.dtype) -> None:
+    u = window(device, pool).verify()[1]
+    check_columns(lambda: window(device, pool), u)
 
 
 def in_place_equals_out_of_place(device: str, pool: torch.dtype) -> None:
@@ -186,6 +221,7 @@ def empty(device: str, pool: torch.dtype) -> None:
 
 CHECKS = [
     several_columns,
+    columns_have_the_bits_of_their_own_commits,
     in_place_equals_out_of_place,
     nothing_accepted_keeps_bits,
     rejected_tokens_change_no_bit,

@@ -25,6 +25,7 @@ class Case:
 
 
 TILED = {"heads": 1, "value_heads": 2, "key_dim": 40, "value_dim": 136}
+WHOLE_ROWS = {"sizes": {"heads": 1, "value_heads": 2, "key_dim": 64, "value_dim": 64}, "guard": 0}
 CASES = [
     Case("dense"),
     Case("one_layer", layers=1),
@@ -38,8 +39,9 @@ CASES = [
     Case("no_norm", kind={"l2norm": False}),
     Case("tiled", columns=2, kind={"sizes": TILED, "guard": 0}),
     Case("head_first", kind={"pool_order": "head-first"}),
-    # What commit_rows.py takes: whole rows of 16 bytes, one column.
-    Case("whole_rows", kind={"sizes": {"heads": 1, "value_heads": 2, "key_dim": 64, "value_dim": 64}, "guard": 0}),
+    # What commit_rows.py takes: whole rows of 16 bytes.
+    Case("whole_rows", kind=WHOLE_ROWS),
+    Case("whole_rows_columns", columns=3, kind=WHOLE_ROWS),
 ]
 CONV_CASES = [
     Case("dense"),

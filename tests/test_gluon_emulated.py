@@ -218,6 +218,39 @@ def commit_parity(name, dtypes, programs, monkeypatch):
     assert emulator.kernels.count("commit_rows_kernel") == 1
 
 
+def columns(name, dtypes, programs, monkeypatch):
+    launch_as(programs, monkeypatch)
+
+    def make():
+        return build(COMMITS_BY_NAME[name], "cpu", *DTYPES[dtypes])
+
+    with emulated() as emulator:
+        checks.check_columns(make, torch.randn(make().v.shape, generator=torch.Generator().manual_seed(1)))
+    assert emulator.kernels == ["commit_rows_kernel"] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "programs"),
+    (
+        ("packed_unbounded", "bf16", "many"),
+        ("packed_unbounded", "fp32", "few"),
+        ("scalar", "fp16", "many"),
+        ("window_12", "bf16_data_fp32_pool", "many"),
+        ("wide_cut_off", "bf16", "wave"),
+    ),
+)
+def test_commit_of_several_columns(name, dtypes, programs, monkeypatch):
+    columns(name, dtypes, programs, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("programs", LIMITS)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("name", COMMITS_BY_NAME)
+def test_commit_of_several_columns_of_everything(name, dtypes, programs, monkeypatch):
+    columns(name, dtypes, programs, monkeypatch)
+
+
 def test_pool_with_gaps(full_gpu):
     """Whole rows, and between heads and slots what is not the pool's."""
     case = Case("gaps", 8, K=64, V=64, HV=2, batch=2)
@@ -241,6 +274,9 @@ def whole_rows(monkeypatch):
 
 
 COMMIT_CHECKS = [
+    checks.several_columns,
+    checks.columns_have_the_bits_of_their_own_commits,
+    checks.nothing_accepted_keeps_bits,
     checks.in_place_equals_out_of_place,
     checks.rejected_tokens_change_no_bit,
     checks.plan_strides,

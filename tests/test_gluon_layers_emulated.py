@@ -26,12 +26,13 @@ def case_of(name: str, K: int, V: int, value_heads: int = 2, **settings) -> Case
 
 
 LAYERS = [
-    next(case for case in checks.CASES if case.name == "whole_rows"),
+    next(case for case in checks.CASES if case.name == "whole_rows_columns"),
     case_of("packed", 96, 96, layers=2, kind={"lengths": [4, 0, 2], "tail": 3}),
     case_of("precomputed", 64, 32, 1, pad_slot_id=0, kind={"gate": "precomputed"}),
     case_of("scalar_gate", 48, 32, kind={"scalar_gate": True, "gate": "unbounded"}),
 ]
 MORE_LAYERS = [
+    next(case for case in checks.CASES if case.name == "whole_rows"),
     case_of("one_layer", 64, 64, layers=1),
     case_of("many_layers", 128, 64, 1, layers=11, batch=1),
     case_of("smallest", 16, 32),

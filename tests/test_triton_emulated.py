@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
+import kernel_checks as checks
 import triton
 from kernel_cases import CASES, Case, build, by_name, check_verify
 from programs import LIMITS, launch_as
@@ -45,7 +46,7 @@ REST = [case for case in itertools.product(BY_NAME, DTYPES, LIMITS) if case not 
 def test_values_that_are_no_power_of_two(V, columns, programs, monkeypatch):
     """Tiles of 16 rows divide 96 and 288, but the next power of two is larger."""
     launch_as(programs, monkeypatch)
-    x = build(Case("values", 4, K=32, V=V, batch=1), "cpu", torch.bfloat16, torch.bfloat16)
+    x = build(Case("values", 4, K=32, V=V, batch=1, strided=columns > 1), "cpu", torch.bfloat16, torch.bfloat16)
     u, length = torch.randn(x.v.shape), torch.full((1, columns), 3)
     with emulated() as emulator:
         if columns > 1:
@@ -53,6 +54,15 @@ def test_values_that_are_no_power_of_two(V, columns, programs, monkeypatch):
         else:
             x.recover(x.state[x.slots.long()], u, length[:, 0])
     assert emulator.kernels == ["commit_kernel"]
+
+
+@pytest.mark.parametrize("programs", ("few", "many"))
+@pytest.mark.parametrize("pool", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
+def test_columns_have_the_bits_of_their_own_commits(pool, programs, monkeypatch):
+    launch_as(programs, monkeypatch)
+    with emulated(ARCH) as emulator:
+        checks.columns_have_the_bits_of_their_own_commits("cpu", pool)
+    assert emulator.kernels == ["verify_kernel"] + ["commit_kernel"] * 4
 
 
 def verify(name, dtypes, programs, monkeypatch):

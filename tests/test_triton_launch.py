@@ -82,6 +82,7 @@ def test_rows_of_the_pool_that_are_not_contiguous_take_the_triton_kernel():
         {"K": 96, "V": 96},
         {"K": 256, "V": 256},
         {"V": 288},
+        {"columns": 2},
     ),
     ids=str,
 )
@@ -93,9 +94,7 @@ def test_commit_takes_the_gluon_kernel(pool, setting):
     assert kernel(variants.commit_layers(pool, layers=2, **setting)) == "commit_layers_rows_kernel"
 
 
-@pytest.mark.parametrize(
-    "setting", ({"T": 17}, {"K": 272}, {"K": 40}, {"V": 40}, {"columns": 2}, {"aligned": False}), ids=str
-)
+@pytest.mark.parametrize("setting", ({"T": 17}, {"K": 272}, {"K": 40}, {"V": 40}, {"aligned": False}), ids=str)
 def test_commit_takes_the_triton_kernel(setting):
     assert kernel(variants.commit("bf16", **setting)) == "commit_kernel"
     assert kernel(variants.commit_layers("bf16", layers=2, **setting)) == "commit_layers_kernel"

@@ -12,7 +12,7 @@ import triton
 FEW_PROGRAMS = 96
 # One, four and six for each: where all programs run at once, nothing comes after them.
 ONE_EACH, FOUR_EACH, ONE_WAVE = 132, 528, 792
-# Triton 3.8 keeps more of a loop's operands in registers: one warp of tf32 pieces would spill.
+# Triton 3.8 keeps more of a loop's operands in registers: with as few as before, tf32 pieces would spill.
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
@@ -72,7 +72,8 @@ def verify_async_config(
         if FOUR_EACH < programs <= ONE_WAVE or key_dim < BK:
             columns, buffers, ahead = 32, 6, 3
         else:
-            columns, buffers, ahead, registers = (64, 3, 2, 208) if 2 * programs <= ONE_WAVE else (BK, 2, 2, 208)
+            columns, buffers, ahead = (64, 3, 2) if 2 * programs <= ONE_WAVE else (BK, 2, 2)
+            registers = 224 if KEEPS_OPERANDS else 208
     buffers = min(buffers, share // (16 * warps) * -(-key_dim // columns))
     return {
         "BK": BK, "PIECES": pieces, "ACCUMULATORS": 3 if few or not pieces else 2, "SHARE": share,
@@ -135,14 +136,14 @@ def commit_config(programs: int, window: int, key_dim: int, value_dim: int, stat
 
 
 def commit_rows_config(
-    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype
+    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype, columns: int
 ) -> dict[str, int]:
     """The same for the kernel of ``commit_rows.py``.
 
     What is on the way at once decides: 6 to 12 KiB for each warp, and 2 to 8 where long windows or large heads need the
     registers. Where there are so few programs that two for each head run at once, there are two; where there are fewer, one
     for each 16 values, which hold them all at once. Of all this only the number of warps, which share out a key, shows in the
-    bits.
+    bits. A loop over a plan's columns keeps addresses, and wants more registers than one column does.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     if programs <= FEW_PROGRAMS:
@@ -161,6 +162,8 @@ def commit_rows_config(
         warps, rows, buffers, part = 2, 8, 3, part // 2
     else:
         warps, rows, buffers = (2, 8, 3) if state_dtype.itemsize == 2 else (2, 4, 4)
+    if columns > 1:
+        registers = 200 if warps == 2 else 240
     return {
         "BK": BK, "PART": part, "ROWS": rows, "BUFFERS": buffers, "GROUP": 4,
         "EAGER": False, "num_warps": warps, "maxnreg": registers,

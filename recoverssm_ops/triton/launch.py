@@ -213,10 +213,10 @@ def _walk_launch(
     options = {"LOWER_BOUND": lower_bound, "SCALAR_GATE": g.ndim == 3}
     options |= {"USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     sizes = (heads, value_heads, key_dim, value_dim, window)
-    if source is not None and commits_by_rows(columns, window, (u, k, g), dest_state):
-        config = commit_rows_config(programs, window, key_dim, value_dim, dest_state.dtype)
-        numbers = (u.shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
-        numbers += (*strides, *dest_state.stride()[:2], *sizes)
+    if source is not None and commits_by_rows(window, (u, k, g), dest_state):
+        config = commit_rows_config(programs, window, key_dim, value_dim, dest_state.dtype, columns)
+        numbers = (u.shape[1], pad_slot_id, source.stride(0), *dest.stride(), *length.stride())
+        numbers += (*strides, *dest_state.stride()[:2], *sizes, columns)
         programs *= value_dim // config["PART"]
         return Launch(commit_rows_kernel, (programs,), tensors, numbers, options | config)
     config = commit_config(programs, window, key_dim, value_dim, dest_state.dtype)
@@ -231,9 +231,9 @@ def _walk_launch(
     return Launch(commit_kernel, (programs * tiles,), (source_state, *tensors), numbers, options)
 
 
-def commits_by_rows(columns: int, window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor) -> bool:
+def commits_by_rows(window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor) -> bool:
     """Whether a layer is committed by ``commit_rows.py``: its bits may differ from those of ``commit.py``."""
-    return columns == 1 and _fits_gluon(window, record, state)
+    return _fits_gluon(window, record, state)
 
 
 def _fits_gluon(window: int, activations: tuple[Tensor, ...], state: Tensor) -> bool:

@@ -62,14 +62,14 @@ def commit(
     sizes = (heads, value_heads, key_dim, value_dim, window)
     options = {"LOWER_BOUND": lower_bound, "SCALAR_GATE": scalar_gate}
     options |= {"USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
-    if launch.commits_by_rows(columns, window, (u[0], k[0], g[0]), states[0]):
+    if launch.commits_by_rows(window, (u[0], k[0], g[0]), states[0]):
         # Unless a layer's programs are few, bits do not depend on how many there are, and here are those of all layers.
         together = programs if programs <= configs.FEW_PROGRAMS else programs * len(states)
-        config = commit_rows_config(together, window, key_dim, value_dim, states[0].dtype)
+        config = commit_rows_config(together, window, key_dim, value_dim, states[0].dtype, columns)
         programs *= value_dim // config["PART"]
-        numbers = (programs, u[0].shape[1], pad_slot_id, source.stride(0), dest.stride(0), length.stride(0))
+        numbers = (programs, u[0].shape[1], pad_slot_id, source.stride(0), *dest.stride(), *length.stride())
         numbers += (*_strides(u, k, g), *states[0].stride()[:2])
-        numbers += (len(states), *map(_dtype, kinds), aligned_kinds(kinds), *sizes)
+        numbers += (len(states), *map(_dtype, kinds), aligned_kinds(kinds), *sizes, columns)
         _relaunch(_commit_rows_launch, kinds, plan, len(states) * programs, numbers, options | config)
         return
     config = commit_config(programs, window, key_dim, value_dim, states[0].dtype)
