@@ -136,7 +136,7 @@ def commit_config(programs: int, window: int, key_dim: int, value_dim: int, stat
 
 
 def commit_rows_config(
-    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype, columns: int
+    programs: int, window: int, key_dim: int, value_dim: int, state_dtype: torch.dtype, columns: int = 1
 ) -> dict[str, int]:
     """The same for the kernel of ``commit_rows.py``.
 
