@@ -199,14 +199,6 @@ def test_commit(name, dtypes, programs, monkeypatch):
     commit_parity(name, dtypes, programs, monkeypatch)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("programs", LIMITS)
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", COMMITS_BY_NAME)
-def test_commit_of_everything(name, dtypes, programs, monkeypatch):
-    commit_parity(name, dtypes, programs, monkeypatch)
-
-
 def commit_parity(name, dtypes, programs, monkeypatch):
     """Of the oracle's record, and beside what Triton's kernel recovers: the two states have one budget."""
     launch_as(programs, monkeypatch)
@@ -247,8 +239,9 @@ def test_commit_of_several_columns(name, dtypes, programs, monkeypatch):
 @pytest.mark.parametrize("programs", LIMITS)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", COMMITS_BY_NAME)
-def test_commit_of_several_columns_of_everything(name, dtypes, programs, monkeypatch):
-    columns(name, dtypes, programs, monkeypatch)
+@pytest.mark.parametrize("check", (commit_parity, columns), ids=("parity", "columns"))
+def test_commit_of_everything(check, name, dtypes, programs, monkeypatch):
+    check(name, dtypes, programs, monkeypatch)
 
 
 def test_pool_with_gaps(full_gpu):

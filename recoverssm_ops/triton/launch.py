@@ -213,7 +213,7 @@ def _walk_launch(
     options = {"LOWER_BOUND": lower_bound, "SCALAR_GATE": g.ndim == 3}
     options |= {"USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
     sizes = (heads, value_heads, key_dim, value_dim, window)
-    if source is not None and commits_by_rows(window, (u, k, g), dest_state):
+    if source is not None and _fits_gluon(window, (u, k, g), dest_state):
         config = commit_rows_config(programs, window, key_dim, value_dim, dest_state.dtype, columns)
         numbers = (u.shape[1], pad_slot_id, source.stride(0), *dest.stride(), *length.stride())
         numbers += (*strides, *dest_state.stride()[:2], *sizes, columns)
@@ -231,13 +231,10 @@ def _walk_launch(
     return Launch(commit_kernel, (programs * tiles,), (source_state, *tensors), numbers, options)
 
 
-def commits_by_rows(window: int, record: tuple[Tensor, Tensor, Tensor], state: Tensor) -> bool:
-    """Whether a layer is committed by ``commit_rows.py``: its bits may differ from those of ``commit.py``."""
-    return _fits_gluon(window, record, state)
-
-
 def _fits_gluon(window: int, activations: tuple[Tensor, ...], state: Tensor) -> bool:
     """Whether the Gluon kernels take this: whole state rows in copies of 16 bytes, 32-bit offsets within a window.
+
+    Their bits may differ from those of the Triton ones.
 
     Neither Triton's interpreter nor a tracer (``visible.py``) takes Gluon; both put something else in the kernel's place.
     """

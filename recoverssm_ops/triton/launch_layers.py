@@ -62,7 +62,7 @@ def commit(
     sizes = (heads, value_heads, key_dim, value_dim, window)
     options = {"LOWER_BOUND": lower_bound, "SCALAR_GATE": scalar_gate}
     options |= {"USE_L2NORM": use_qk_l2norm_in_kernel, "USE_GATE": use_gate_in_kernel}
-    if launch.commits_by_rows(window, (u[0], k[0], g[0]), states[0]):
+    if launch._fits_gluon(window, (u[0], k[0], g[0]), states[0]):
         # Unless a layer's programs are few, bits do not depend on how many there are, and here are those of all layers.
         together = programs if programs <= configs.FEW_PROGRAMS else programs * len(states)
         config = commit_rows_config(together, window, key_dim, value_dim, states[0].dtype, columns)
