@@ -8,8 +8,9 @@ The tests are split over processes, each under the tool. Beside them runs a kern
 (``planted_mistakes.py``): a run in which that is not reported has shown nothing. The exit status is 1 if it is not, if
 anything else is, if a test fails, or if the limit leaves a test out. Stopped by Ctrl-C or SIGTERM, it shows what has been seen.
 
-Under memcheck every tensor is an allocation of its own: the tool does not see the end of a tensor that torch's allocator
-has put into a larger one. Tests that capture graphs need that allocator and keep it.
+Under memcheck every tensor is an allocation of its own, with padding behind it: the tool does not see the end of a tensor
+that torch's allocator has put into a larger one, nor an access behind one that hits its neighbour. Tests that capture graphs
+need that allocator and keep it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ ROOT = HERE.parent
 KERNEL_TESTS = [HERE / f"test_{name}_cuda.py" for name in ("triton", "layers_triton", "conv_triton")]
 PLANTED = HERE / "planted_mistakes.py"
 CAPTURES = re.compile("graph|capture|reduce_overhead")
+PADDING = 1 << 16  # bytes: the state of a head of 128 in float32
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 RESULT = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
@@ -67,10 +69,12 @@ class Slice:
         if self.uncached:
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         # Every report names the kernel's line; where in Python it was launched only costs time.
-        options = f"--tool {self.tool} --show-backtrace no --print-limit 0 --log-file".split()
+        options = f"--tool {self.tool} --show-backtrace no --print-limit 0".split()
+        if self.tool == "memcheck":
+            options += ["--padding", str(PADDING)]
         with (self.folder / "tests.log").open("w") as log:
             self.process = subprocess.Popen(
-                [sanitizer, *options, self.folder / "tool.log", *PYTEST, "-v", "-rfE", *self.tests],
+                [sanitizer, *options, "--log-file", self.folder / "tool.log", *PYTEST, "-v", "-rfE", *self.tests],
                 cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

@@ -36,9 +36,11 @@ TOOL = """\
 #!{python}
 import os, subprocess, sys
 arguments = sys.argv[1:]
-options, command = arguments[:8], arguments[8:]
-assert options[::2] == ["--tool", "--show-backtrace", "--print-limit", "--log-file"], options
-with open(options[7], "w") as log:
+end = arguments.index({python!r})
+options, command = dict(zip(arguments[:end:2], arguments[1:end:2])), arguments[end:]
+known = {{"--tool", "--show-backtrace", "--print-limit", "--log-file"}}
+assert options.keys() == known | ({{"--padding"}} if options["--tool"] == "memcheck" else set()), options
+with open(options["--log-file"], "w") as log:
     log.write("========= COMPUTE-SANITIZER\\n")
     planted = "planted_mistakes" in command[-1]
     log.write({planted!r} if planted else {found!r})
