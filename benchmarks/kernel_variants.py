@@ -185,7 +185,9 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "verify_fp32_D256_T16": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256, "bounded": False}),
         "verify_fp32_D256_T16_bounded": (verify, {"pool": "fp32", "T": 16, "K": 256, "V": 256}),
         "commit_fp32_T16_K256": (commit, {"pool": "fp32", "T": 16, "K": 256, "V": 64, "data": "fp32"}),
+        "commit_fp32_wave": (commit, {"pool": "fp32", "batch": WAVE_ROWS}),
         "commit_columns": (commit, columns),
+        "commit_fp32_columns": (commit, columns | {"pool": "fp32"}),
         "commit_columns_few": (commit, columns | {"batch": FEW_ROWS}),
         "commit_columns_unaligned": (commit, columns | {"aligned": False}),
         "commit_fp32_T16_K256_columns": (

@@ -142,8 +142,10 @@ def commit_rows_config(
 
     What is on the way at once decides: 6 to 12 KiB for each warp, and 2 to 8 where long windows or large heads need the
     registers. Where there are so few programs that two for each head run at once, there are two; where there are fewer, one
-    for each 16 values, which hold them all at once. Of all this only the number of warps, which share out a key, shows in the
-    bits. A loop over a plan's columns keeps addresses, and wants more registers than one column does.
+    for each 16 values, which hold them all at once. Where there are more than run at once, eight of 128 registers share a
+    multiprocessor; on float32 each has less on the way, and takes half a head. Of all this only the number of warps, which
+    share out a key, shows in the bits. A loop over a plan's columns keeps addresses, and wants more registers than one column
+    does.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     if programs <= FEW_PROGRAMS:
@@ -160,8 +162,12 @@ def commit_rows_config(
         warps, rows, buffers = 4, 4, 2
     elif 2 * programs <= ONE_WAVE and part == value_dim:
         warps, rows, buffers, part = 2, 8, 3, part // 2
+    elif state_dtype.itemsize == 2:
+        warps, rows, buffers, registers = 2, 8, 3, 128
+    elif programs > ONE_WAVE and BK > 64 and part == value_dim:
+        warps, rows, buffers, part, registers = 2, 4, 3, part // 2, 128
     else:
-        warps, rows, buffers = (2, 8, 3) if state_dtype.itemsize == 2 else (2, 4, 4)
+        warps, rows, buffers = 2, 4, 4
     if columns > 1:
         registers = 200 if warps == 2 else 240
     return {
