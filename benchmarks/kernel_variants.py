@@ -188,11 +188,17 @@ def _all() -> dict[str, tuple[Callable[..., Launching], dict]]:
         "commit_fp32_wave": (commit, {"pool": "fp32", "batch": WAVE_ROWS}),
         "commit_columns": (commit, columns),
         "commit_fp32_columns": (commit, columns | {"pool": "fp32"}),
+        "commit_columns_half_wave": (commit, columns | {"batch": WAVE_ROWS // 2}),
+        "commit_fp32_columns_half_wave": (commit, columns | {"pool": "fp32", "batch": WAVE_ROWS // 2}),
         "commit_columns_few": (commit, columns | {"batch": FEW_ROWS}),
         "commit_columns_unaligned": (commit, columns | {"aligned": False}),
         "commit_fp32_T16_K256_columns": (
             commit,
             columns | {"pool": "fp32", "T": 16, "K": 256, "V": 64, "data": "fp32"},
+        ),
+        "commit_fp32_T16_K256_columns_few": (
+            commit,
+            columns | {"pool": "fp32", "T": 16, "K": 256, "V": 64, "batch": FEW_ROWS},
         ),
         "commit_fp16_scalar": (commit, {"pool": "fp16", "scalar_gate": True, "data": "fp16"}),
         "commit_bf16_D64_packed": (commit, {"pool": "bf16", "K": 64, "V": 64, "packed": True}),

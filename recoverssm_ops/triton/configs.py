@@ -145,7 +145,7 @@ def commit_rows_config(
     for each 16 values, which hold them all at once. Where there are more than run at once, eight of 128 registers share a
     multiprocessor; on float32 each has less on the way, and takes half a head. Of all this only the number of warps, which
     share out a key, shows in the bits. A loop over a plan's columns keeps addresses, and wants more registers than one column
-    does.
+    does; eight rows of float32 would not fit beside them.
     """
     BK = max(64, triton.next_power_of_2(key_dim))
     if programs <= FEW_PROGRAMS:
@@ -169,7 +169,7 @@ def commit_rows_config(
     else:
         warps, rows, buffers = 2, 4, 4
     if columns > 1:
-        registers = 200 if warps == 2 else 240
+        rows, registers = min(rows, 16 // state_dtype.itemsize), 200 if warps == 2 else 240
     return {
         "BK": BK, "PART": part, "ROWS": rows, "BUFFERS": buffers, "GROUP": 4,
         "EAGER": False, "num_warps": warps, "maxnreg": registers,
