@@ -229,6 +229,7 @@ def columns(name, dtypes, programs, monkeypatch):
         ("scalar", "fp16", "many"),
         ("window_12", "bf16_data_fp32_pool", "many"),
         ("wide_cut_off", "bf16", "wave"),
+        ("packed_unbounded", "bf16_data_fp32_pool", "wave"),
     ),
 )
 def test_commit_of_several_columns(name, dtypes, programs, monkeypatch):
