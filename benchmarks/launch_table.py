@@ -171,11 +171,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     several = {"type": int, "nargs": "+"}
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--batch", default=[1, 64], **several)
-    parser.add_argument("--heads", default=[12], **several)
+    parser.add_argument("--heads", default=[12], help="key heads", **several)
+    parser.add_argument("--value-heads", type=int, default=0, help="a multiple of the key heads; default: as many")
     parser.add_argument("--window", default=[4, 8], **several)
     parser.add_argument("--head-size", default=[128], **several)
     parser.add_argument("--state-dtype", choices=DTYPES, nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--gate", choices=("bounded", "unbounded"), default="bounded")
+    parser.add_argument("--scalar-gate", action="store_true", help="one decay per head: the gated delta rule")
     parser.add_argument("--op", choices=OPERATIONS, nargs="+", default=list(OPERATIONS))
     parser.add_argument(
         "--knob", type=_knob, nargs="+", default=[], metavar="NAME=V,V", help="values of an entry to try"
@@ -197,8 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     sizes = product(
         arguments.state_dtype, arguments.head_size, arguments.window, arguments.heads, arguments.batch, arguments.op
     )
+    kind = {"value_heads": arguments.value_heads, "gate": arguments.gate, "scalar_gate": arguments.scalar_gate}
     trials = [
-        Trial.of(Shape(batch, heads, window, pool, size, gate=arguments.gate), operation, dict(arguments.knob))
+        Trial.of(Shape(batch, heads, window, pool, size, **kind), operation, dict(arguments.knob))
         for pool, size, window, heads, batch, operation in sizes
     ]
     major, minor = torch.cuda.get_device_capability(arguments.device) if arguments.device != "cpu" else (9, 0)

@@ -110,6 +110,29 @@ def test_the_command_finds_the_fastest(tmp_path, monkeypatch, capsys):
     assert "the table 0.0%" in capsys.readouterr().out
 
 
+def test_the_command_takes_every_kind_of_layer(tmp_path, monkeypatch):
+    timed = []
+
+    class Timer:
+        def __init__(self, shape, operation, accepted, sets, device):
+            timed.append((shape, operation))
+
+        def microseconds(self, changes, samples):
+            return [10.0] * len(changes)
+
+    monkeypatch.setattr(launch_table, "Timer", Timer)
+    sizes = ["--batch", "4", "--heads", "2", "--window", "2", "--head-size", "16", "--state-dtype", "fp32"]
+    kind = ["--value-heads", "4", "--gate", "unbounded", "--scalar-gate"]
+    knobs = ["--knob", "num_warps=1", "BV=16", "STAGES=1", "num_stages=1", "PART=16"]
+    path = tmp_path / "launch.json"
+    options = [*sizes, *kind, *knobs, "--device", "cpu", "--jobs", "1", "--seconds", "240", "--json", str(path)]
+    assert launch_table.main(options) == 0
+    shape = Shape(4, 2, 2, "fp32", 16, value_heads=4, gate="unbounded", scalar_gate=True)
+    assert timed == [(shape, operation) for operation in launch_table.OPERATIONS]
+    for trial in json.loads(path.read_text())["trials"]:
+        assert trial["shape"]["value_heads"] == 4 and trial["timed"][0]["registers"] > 0
+
+
 @pytest.mark.parametrize("operation", launch_sweep.FUNCTIONS)
 def test_candidates_are_timed_until_the_deadline(operation):
     """On the CPU, where the operators do not ask for a configuration: what is timed is the same call for each."""
