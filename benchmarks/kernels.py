@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,26 +29,18 @@ from benchmarks.kernel_run import OPERATIONS, ShapeRun
 from benchmarks.kernel_table import Header, table
 from benchmarks.peer_providers import PEERS
 from benchmarks.providers import OURS
-from benchmarks.reporting import replace_text
-from benchmarks.shapes import DTYPES, Shape, layers, targets
+from benchmarks.reporting import check_at_least, check_device, replace_text
+from benchmarks.shape_options import add_shape_options, check_shape_options, shapes_of
+from benchmarks.shapes import PRESETS, Shape
 from models.interruption import Interruptible
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0])
-    several = {"type": int, "nargs": "+"}
-    parser.add_argument("--preset", choices=("targets", "layers"), help="in place of the shape's options")
-    parser.add_argument("--batch", default=[64], **several)
-    parser.add_argument("--heads", default=[32], help="key heads", **several)
-    parser.add_argument("--value-heads", type=int, default=0, help="a multiple of the key heads; default: as many")
-    parser.add_argument("--window", default=[8], help="T = 1 + drafts", **several)
-    parser.add_argument("--head-size", default=[128], **several)
-    parser.add_argument("--state-dtype", choices=DTYPES, nargs="+", default=["bf16"])
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k, v, g, beta")
-    parser.add_argument("--gate", choices=("bounded", "unbounded"), nargs="+", default=["bounded"])
-    parser.add_argument("--scalar-gate", action="store_true", help="one decay per head: the gated delta rule")
+    parser.add_argument("--preset", choices=PRESETS, help="in place of the shape's options")
+    add_shape_options(parser, batch=[64], heads=[32], window=[8], state_dtype=["bf16"])
     parser.add_argument("--op", choices=OPERATIONS, nargs="+", help="default: all; layers: step")
-    parser.add_argument("--accepted", help="committed tokens; default: 1, T/2, T; layers: T/2", **several)
+    parser.add_argument("--accepted", type=int, nargs="+", help="committed tokens; default: 1, T/2, T; layers: T/2")
     parser.add_argument(
         "--providers", choices=(*OURS, *PEERS), nargs="+",
         help="default: recoverssm and the peers, and plain where vllm-native is absent; on the CPU ours",
@@ -66,19 +57,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--compile-only", metavar="I/N", help="compile each N-th shape, time nothing (what --jobs starts)"
     )
     parser.add_argument("--json", type=Path, help="write the rows here, too")
-    return parser.parse_args(argv)
-
-
-def shapes_of(arguments: argparse.Namespace) -> list[Shape]:
-    if arguments.preset:
-        return {"targets": targets, "layers": layers}[arguments.preset]()
-    return [
-        Shape(batch, heads, window, pool, size, arguments.value_heads, gate, arguments.scalar_gate, arguments.dtype)
-        for pool, gate, size, batch, heads, window in product(
-            arguments.state_dtype, arguments.gate, arguments.head_size, arguments.batch, arguments.heads,
-            arguments.window,
-        )
-    ]  # fmt: skip
+    arguments = parser.parse_args(argv)
+    check_shape_options(parser, arguments)
+    check_at_least(parser, arguments, accepted=0, sets=1, samples=2, jobs=0)
+    check_device(parser, arguments.device)
+    return arguments
 
 
 def default_providers(arguments: argparse.Namespace, found: peers.Peers) -> list[str]:
@@ -112,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     found = peers.load(arguments.peers)
     names = default_providers(arguments, found)
-    shapes = shapes_of(arguments)
+    shapes = PRESETS[arguments.preset]() if arguments.preset else shapes_of(arguments)
     if arguments.compile_only:
         index, count = map(int, arguments.compile_only.split("/"))
         cached = [name for name in names if name != "flashinfer"]  # another compiler, which keeps nothing on disk

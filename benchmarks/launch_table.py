@@ -30,7 +30,9 @@ from rich.table import Table
 from benchmarks import floors
 from benchmarks import kernel_timing as timing
 from benchmarks.launch_sweep import Config, Figures, Timer, candidates, fewest_rows, figures, launched
-from benchmarks.shapes import DTYPES, Shape
+from benchmarks.reporting import check_at_least, check_device
+from benchmarks.shape_options import add_shape_options, check_shape_options, shapes_of
+from benchmarks.shapes import Shape
 
 OPERATIONS = ("verify", "commit")
 
@@ -168,16 +170,8 @@ def _knob(text: str) -> tuple[str, tuple[int, ...]]:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launch_table", description=__doc__.splitlines()[0])
-    several = {"type": int, "nargs": "+"}
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--batch", default=[1, 64], **several)
-    parser.add_argument("--heads", default=[12], help="key heads", **several)
-    parser.add_argument("--value-heads", type=int, default=0, help="a multiple of the key heads; default: as many")
-    parser.add_argument("--window", default=[4, 8], **several)
-    parser.add_argument("--head-size", default=[128], **several)
-    parser.add_argument("--state-dtype", choices=DTYPES, nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--gate", choices=("bounded", "unbounded"), default="bounded")
-    parser.add_argument("--scalar-gate", action="store_true", help="one decay per head: the gated delta rule")
+    add_shape_options(parser, batch=[1, 64], heads=[12], window=[4, 8], state_dtype=["bf16", "fp32"])
     parser.add_argument("--op", choices=OPERATIONS, nargs="+", default=list(OPERATIONS))
     parser.add_argument(
         "--knob", type=_knob, nargs="+", default=[], metavar="NAME=V,V", help="values of an entry to try"
@@ -188,7 +182,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    check_shape_options(parser, arguments)
+    check_at_least(parser, arguments, jobs=1)
+    check_device(parser, arguments.device)
+    if arguments.table and not arguments.table.is_file():
+        parser.error(f"--table should be the JSON of an earlier run, but there is no file {arguments.table}")
+    return arguments
 
 
 @torch.no_grad()
@@ -196,13 +196,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     started = time.monotonic()
     end = started + arguments.seconds
-    sizes = product(
-        arguments.state_dtype, arguments.head_size, arguments.window, arguments.heads, arguments.batch, arguments.op
-    )
-    kind = {"value_heads": arguments.value_heads, "gate": arguments.gate, "scalar_gate": arguments.scalar_gate}
     trials = [
-        Trial.of(Shape(batch, heads, window, pool, size, **kind), operation, dict(arguments.knob))
-        for pool, size, window, heads, batch, operation in sizes
+        Trial.of(shape, operation, dict(arguments.knob))
+        for shape, operation in product(shapes_of(arguments), arguments.op)
     ]
     major, minor = torch.cuda.get_device_capability(arguments.device) if arguments.device != "cpu" else (9, 0)
     console = Console() if sys.stdout.isatty() else Console(width=180)

@@ -63,4 +63,5 @@ def layers() -> list[Shape]:
     return [Shape(32, 12, 8, pool) for pool in ("bf16", "fp32")]
 
 
+PRESETS = {"targets": targets, "layers": layers}
 LAYERS = 69

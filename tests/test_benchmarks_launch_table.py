@@ -17,6 +17,7 @@ from benchmarks.shapes import DTYPES, Shape
 from recoverssm_ops.triton import configs, launch
 
 SMALL = Shape(4, 2, 2, "fp32", head_size=16, dtype="fp32")
+SCALAR = Shape(64, 16, 16, "bf16", value_heads=32, gate="unbounded", scalar_gate=True)
 
 
 def test_the_nearest_candidates_come_first():
@@ -28,10 +29,11 @@ def test_the_nearest_candidates_come_first():
     assert {c["BV"] for c in candidates(own, 64, {"BV": (32,)})} == {32}
 
 
+@pytest.mark.parametrize("shape", (SMALL, SCALAR), ids=str)
 @pytest.mark.parametrize("operation", launch_sweep.FUNCTIONS)
-def test_a_changed_configuration_reaches_the_launch(operation):
-    noted, question, own = launched(SMALL, operation, {})
-    changed, _, again = launched(SMALL, operation, {"num_warps": 2 * own["num_warps"]})
+def test_a_changed_configuration_reaches_the_launch(operation, shape):
+    noted, question, own = launched(shape, operation, {})
+    changed, _, again = launched(shape, operation, {"num_warps": 2 * own["num_warps"]})
     assert noted.keywords["num_warps"] == own["num_warps"] == again["num_warps"]
     assert changed.keywords["num_warps"] == 2 * own["num_warps"]
     assert question.split("(")[0] in launch_sweep.FUNCTIONS[operation] and own.items() <= noted.keywords.items()
@@ -110,27 +112,10 @@ def test_the_command_finds_the_fastest(tmp_path, monkeypatch, capsys):
     assert "the table 0.0%" in capsys.readouterr().out
 
 
-def test_the_command_takes_every_kind_of_layer(tmp_path, monkeypatch):
-    timed = []
-
-    class Timer:
-        def __init__(self, shape, operation, accepted, sets, device):
-            timed.append((shape, operation))
-
-        def microseconds(self, changes, samples):
-            return [10.0] * len(changes)
-
-    monkeypatch.setattr(launch_table, "Timer", Timer)
-    sizes = ["--batch", "4", "--heads", "2", "--window", "2", "--head-size", "16", "--state-dtype", "fp32"]
-    kind = ["--value-heads", "4", "--gate", "unbounded", "--scalar-gate"]
-    knobs = ["--knob", "num_warps=1", "BV=16", "STAGES=1", "num_stages=1", "PART=16"]
-    path = tmp_path / "launch.json"
-    options = [*sizes, *kind, *knobs, "--device", "cpu", "--jobs", "1", "--seconds", "240", "--json", str(path)]
-    assert launch_table.main(options) == 0
-    shape = Shape(4, 2, 2, "fp32", 16, value_heads=4, gate="unbounded", scalar_gate=True)
-    assert timed == [(shape, operation) for operation in launch_table.OPERATIONS]
-    for trial in json.loads(path.read_text())["trials"]:
-        assert trial["shape"]["value_heads"] == 4 and trial["timed"][0]["registers"] > 0
+def test_a_table_that_is_missing_is_refused_before_anything_is_timed(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        launch_table.parse_arguments(["--device", "cpu", "--table", str(tmp_path / "none.json")])
+    assert "--table should be the JSON of an earlier run, but there is no file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("operation", launch_sweep.FUNCTIONS)
